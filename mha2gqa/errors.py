@@ -1,0 +1,52 @@
+"""Every error the toolkit raises on purpose. Each message is one line: what, where, what to do."""
+
+from __future__ import annotations
+
+
+class Mha2gqaError(Exception):
+    """Base of all deliberate errors; the CLI prints the message and exits with `exit_code`.
+
+    Args:
+        what: The fault, in words a user understands.
+        where: The file, tensor, option or layer concerned.
+        fix: What to do about it.
+
+    Example:
+        >>> str(UsageError("3 does not divide 8 KV heads", where="--groups 3", fix="try 1, 2, 4"))
+        '--groups 3: 3 does not divide 8 KV heads; try 1, 2, 4'
+    """
+
+    exit_code = 1
+
+    def __init__(self, what: str, *, where: object = None, fix: str | None = None) -> None:
+        self.what, self.where, self.fix = what, where, fix
+        message = what if where is None else f"{where}: {what}"
+        super().__init__(" ".join((message if fix is None else f"{message}; {fix}").split()))
+
+
+class UsageError(Mha2gqaError):
+    """An option, argument or recipe that cannot be meant as given."""
+
+    exit_code = 2
+
+
+class UnsupportedModelError(UsageError):
+    """A model that cannot hold fewer KV heads, or is not handled; the message says why."""
+
+
+class CheckpointError(Mha2gqaError):
+    """A checkpoint that is incomplete, contradicts its config, or cannot be written."""
+
+
+class DataError(Mha2gqaError):
+    """Text that cannot be read, or that is too short for what was asked."""
+
+
+class TrainingError(Mha2gqaError):
+    """A run that cannot go on: non-finite loss, changed recipe, not enough memory."""
+
+
+class GateError(Mha2gqaError):
+    """A quality gate (`--max-ppl-ratio`, …) that the converted model does not pass."""
+
+    exit_code = 3

@@ -1,0 +1,308 @@
+"""Pure tensor algebra on heads: split, fuse, permute, pool, expand. The only reshapes of the project.
+
+Letters: H query heads, K stored KV heads, G target KV heads, d head_dim, e value_dim, D hidden_size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from .architectures.spec import AttentionSpec, Geometry
+
+Grouping = Sequence[Sequence[int]]  # G tuples of source KV-head indices, equal in size, each head once
+
+
+@dataclass(frozen=True)
+class AttentionWeights:
+    """One attention module, heads first, whatever its layout on disk.
+
+    Args:
+        q: `[H, d, D]`; k: `[K, d, D]`; v: `[K, e, D]`; o: `[H, D, e]` (the output block of each head).
+        q_bias: `[H, d]`; k_bias: `[K, d]`; v_bias: `[K, e]`; o_bias: `[D]`; None where absent.
+        kv_extras: Name -> `[K, …]`; query_extras: name -> `[H, …]`.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    o: Tensor
+    q_bias: Tensor | None = None
+    k_bias: Tensor | None = None
+    v_bias: Tensor | None = None
+    o_bias: Tensor | None = None
+    kv_extras: Mapping[str, Tensor] = field(default_factory=dict)
+    query_extras: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def num_heads(self) -> int:
+        return self.q.shape[0]
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.k.shape[0]
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> AttentionWeights:
+        """Apply `fn` to every tensor (a dtype or device move)."""
+
+        def maybe(x: Tensor | None) -> Tensor | None:
+            return None if x is None else fn(x)
+
+        return AttentionWeights(
+            fn(self.q),
+            fn(self.k),
+            fn(self.v),
+            fn(self.o),
+            maybe(self.q_bias),
+            maybe(self.k_bias),
+            maybe(self.v_bias),
+            maybe(self.o_bias),
+            {n: fn(x) for n, x in self.kv_extras.items()},
+            {n: fn(x) for n, x in self.query_extras.items()},
+        )
+
+
+def view_heads(x: Tensor, num_heads: int, axis: int = 0) -> Tensor:
+    """`[…, heads * n, …]` as `[heads, …, n, …]`: head index first, the rest in place.
+
+    Example:
+        >>> view_heads(torch.arange(6).view(6, 1), 3).shape
+        torch.Size([3, 2, 1])
+    """
+    axis %= x.dim()
+    shape = (*x.shape[:axis], num_heads, x.shape[axis] // num_heads, *x.shape[axis + 1 :])
+    return x.reshape(shape).movedim(axis, 0)
+
+
+def join_heads(x: Tensor, axis: int = 0) -> Tensor:
+    """Inverse of `view_heads`: `[heads, …, n, …]` back to `[…, heads * n, …]`."""
+    axis %= x.dim() - 1
+    moved = x.movedim(0, axis)
+    return moved.reshape(*moved.shape[:axis], -1, *moved.shape[axis + 2 :]).contiguous()
+
+
+# --- fused layouts: [rows, …] <-> q [H*d, …], k [K*d, …], v [K*d, …] -----------------------------------
+
+
+def _split_blocks(x: Tensor, g: Geometry) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = x.split([g.num_heads * g.head_dim, g.num_kv_heads * g.head_dim, g.num_kv_heads * g.value_dim])
+    return q, k, v
+
+
+def _fuse_blocks(q: Tensor, k: Tensor, v: Tensor, g: Geometry) -> Tensor:
+    return torch.cat([q, k, v])
+
+
+def _split_per_group(x: Tensor, g: Geometry) -> tuple[Tensor, Tensor, Tensor]:
+    per = g.num_heads // g.num_kv_heads * g.head_dim  # query rows of one group
+    blocks = view_heads(x, g.num_kv_heads)  # [K, per + 2d, …]
+    q, k, v = blocks.split([per, g.head_dim, g.value_dim], dim=1)
+    return join_heads(q), join_heads(k), join_heads(v)
+
+
+def _fuse_per_group(q: Tensor, k: Tensor, v: Tensor, g: Geometry) -> Tensor:
+    return join_heads(torch.cat([view_heads(x, g.num_kv_heads) for x in (q, k, v)], dim=1))
+
+
+_LAYOUTS = {
+    "blocks": (_split_blocks, _fuse_blocks),  # [q of all heads; k of all; v of all]
+    "per_group": (_split_per_group, _fuse_per_group),  # (group, [its queries, k, v])
+    "per_head": (_split_per_group, _fuse_per_group),  # (head, [q, k, v]): per_group with K = H
+}
+
+
+def split_fused(layout: str, x: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows of a fused QKV tensor `[(H + 2K) d, …]` as q, k, v rows."""
+    rows = (geometry.num_heads + geometry.num_kv_heads) * geometry.head_dim
+    assert x.shape[0] == rows + geometry.num_kv_heads * geometry.value_dim, (tuple(x.shape), geometry)
+    return _LAYOUTS[layout][0](x, geometry)
+
+
+def fuse(layout: str, q: Tensor, k: Tensor, v: Tensor, geometry: Geometry) -> Tensor:
+    """Inverse of `split_fused`; `geometry` is that of the result."""
+    return _LAYOUTS[layout][1](q, k, v, geometry)
+
+
+# --- a module's tensors <-> AttentionWeights -----------------------------------------------------------
+
+
+def split(spec: AttentionSpec, geometry: Geometry, tensors: Mapping[str, Tensor]) -> AttentionWeights:
+    """Tensors of one attention module, by role, as `AttentionWeights`.
+
+    Args:
+        spec: The architecture.
+        geometry: Head counts of the module.
+        tensors: Role (`q.weight`, `qkv.bias`, `k_norm.weight`, …) -> tensor as stored.
+
+    Returns:
+        Views where possible, in the stored dtype.
+    """
+    g = geometry
+    turn = (lambda x: x.t()) if spec.transposed else (lambda x: x)
+    rows = {}
+    for leaf in ("weight", "bias"):
+        turned = turn if leaf == "weight" else (lambda x: x)
+        if spec.layout == "separate":
+            rows |= {f"{p}.{leaf}": turned(tensors[f"{p}.{leaf}"]) for p in "qkv" if f"{p}.{leaf}" in tensors}
+        elif f"qkv.{leaf}" in tensors:
+            parts = split_fused(spec.layout, turned(tensors[f"qkv.{leaf}"]), g)
+            rows |= {f"{p}.{leaf}": part for p, part in zip("qkv", parts, strict=True)}
+    heads = {"q": g.num_heads, "k": g.num_kv_heads, "v": g.num_kv_heads}
+    views = {name: view_heads(x, heads[name[0]]) for name, x in rows.items()}
+    extras: dict[str, dict[str, Tensor]] = {"kv": {}, "query": {}}
+    for extra in spec.extras:
+        if extra.name in tensors:
+            count = g.num_kv_heads if extra.per == "kv" else g.num_heads
+            extras[extra.per][extra.name] = view_heads(tensors[extra.name], count, extra.axis)
+    return AttentionWeights(
+        views["q.weight"],
+        views["k.weight"],
+        views["v.weight"],
+        view_heads(turn(tensors["o.weight"]), g.num_heads, axis=1),
+        views.get("q.bias"),
+        views.get("k.bias"),
+        views.get("v.bias"),
+        tensors.get("o.bias"),
+        extras["kv"],
+        extras["query"],
+    )
+
+
+def unsplit(spec: AttentionSpec, weights: AttentionWeights) -> dict[str, Tensor]:
+    """Inverse of `split`: role -> contiguous tensor as stored."""
+    w = weights
+    turn = (lambda x: x.t().contiguous()) if spec.transposed else (lambda x: x)
+    rows = {
+        f"{p}.{leaf}": join_heads(x)
+        for p, leaf, x in (
+            ("q", "weight", w.q),
+            ("k", "weight", w.k),
+            ("v", "weight", w.v),
+            ("q", "bias", w.q_bias),
+            ("k", "bias", w.k_bias),
+            ("v", "bias", w.v_bias),
+        )
+        if x is not None
+    }
+    out: dict[str, Tensor] = {}
+    geometry = Geometry(w.num_heads, w.num_kv_heads, w.q.shape[1], w.v.shape[1])
+    for leaf in ("weight", "bias"):
+        turned = turn if leaf == "weight" else (lambda x: x)
+        if spec.layout == "separate":
+            out |= {f"{p}.{leaf}": turned(rows[f"{p}.{leaf}"]) for p in "qkv" if f"{p}.{leaf}" in rows}
+        elif f"k.{leaf}" in rows:
+            out[f"qkv.{leaf}"] = turned(fuse(spec.layout, *(rows[f"{p}.{leaf}"] for p in "qkv"), geometry))
+    out["o.weight"] = turn(join_heads(w.o, axis=1))
+    if w.o_bias is not None:
+        out["o.bias"] = w.o_bias
+    axes = {extra.name: extra.axis for extra in spec.extras}
+    for name, x in {**w.kv_extras, **w.query_extras}.items():
+        out[name] = join_heads(x, axes[name])
+    return out
+
+
+# --- groups --------------------------------------------------------------------------------------------
+
+
+def neighbours(num_kv_heads: int, groups: int) -> tuple[tuple[int, ...], ...]:
+    """The grouping of the GQA paper: consecutive heads share.
+
+    Example:
+        >>> neighbours(4, 2)
+        ((0, 1), (2, 3))
+    """
+    size = num_kv_heads // groups
+    return tuple(tuple(range(g * size, (g + 1) * size)) for g in range(groups))
+
+
+def query_order(grouping: Grouping, queries_per_kv: int) -> list[int]:
+    """Source index of each query head once its KV heads are grouped: whole query blocks move."""
+    return [h * queries_per_kv + i for group in grouping for h in group for i in range(queries_per_kv)]
+
+
+def permute_queries(weights: AttentionWeights, order: Sequence[int]) -> AttentionWeights:
+    """Re-order query heads, their output blocks and every per-query extra alike."""
+    if list(order) == list(range(weights.num_heads)):
+        return weights
+    index = torch.as_tensor(order, device=weights.q.device)
+    return replace(
+        weights,
+        q=weights.q[index],
+        o=weights.o[index],
+        q_bias=None if weights.q_bias is None else weights.q_bias[index],
+        query_extras={n: x[index] for n, x in weights.query_extras.items()},
+    )
+
+
+def pool(x: Tensor, grouping: Grouping, how: str = "mean") -> Tensor:
+    """Mean (or first) over each group: `[K, …]` -> `[G, …]`, in the dtype of `x`.
+
+    Accumulates in float64: identical heads give the identical head back, bit for bit, at any group
+    size (in float32 they do not for sizes 3, 5, 6, 7).
+    """
+    index = torch.as_tensor([list(group) for group in grouping], device=x.device)  # [G, K/G]
+    if how == "first":
+        return x[index[:, 0]]
+    return x[index].to(torch.float64).mean(1).to(x.dtype)
+
+
+def expand(weights: AttentionWeights, num_kv_heads: int) -> AttentionWeights:
+    """Repeat-interleave K/V heads up to `num_kv_heads`: the MHA form of a GQA module."""
+    n = num_kv_heads // weights.num_kv_heads
+
+    def repeat(x: Tensor | None) -> Tensor | None:
+        return None if x is None else x.repeat_interleave(n, 0)
+
+    return replace(
+        weights,
+        k=weights.k.repeat_interleave(n, 0),
+        v=weights.v.repeat_interleave(n, 0),
+        k_bias=repeat(weights.k_bias),
+        v_bias=repeat(weights.v_bias),
+        kv_extras={name: x.repeat_interleave(n, 0) for name, x in weights.kv_extras.items()},
+    )
+
+
+# --- RoPE planes ---------------------------------------------------------------------------------------
+
+
+def plane_index(position: str, rotary: int, head_dim: int) -> tuple[list[int], list[int], list[int]]:
+    """Dims of a head by what RoPE does to them.
+
+    Args:
+        position: `half_split` pairs dim j with j + rotary/2; `interleaved` pairs 2j with 2j + 1.
+        rotary: Number of leading rotary dims.
+        head_dim: Width d.
+
+    Returns:
+        `(first, second, rest)`: plane j is spanned by `first[j]` and `second[j]`; `rest` is not rotated.
+    """
+    half = rotary // 2
+    if position == "interleaved":
+        first, second = list(range(0, rotary, 2)), list(range(1, rotary, 2))
+    else:
+        first, second = list(range(half)), list(range(half, 2 * half))
+    return first, second, list(range(2 * half, head_dim))
+
+
+def to_planes(x: Tensor, first: Sequence[int], second: Sequence[int]) -> Tensor:
+    """Rotary dims of `[heads, d, …]` as complex planes `[heads, P, …]`."""
+    return torch.complex(x[:, list(first)].contiguous(), x[:, list(second)].contiguous())
+
+
+def from_planes(
+    planes: Tensor, rest: Tensor, first: Sequence[int], second: Sequence[int], rest_index: Sequence[int]
+) -> Tensor:
+    """Inverse of `to_planes`: complex `[heads, P, …]` and real rest `[heads, R, …]` -> `[heads, d, …]`."""
+    out = rest.new_empty(planes.shape[0], len(first) + len(second) + len(rest_index), *planes.shape[2:])
+    out[:, list(first)], out[:, list(second)], out[:, list(rest_index)] = planes.real, planes.imag, rest
+    return out
+
+
+def interleaved_to_half_split(x: Tensor, rotary: int) -> Tensor:
+    """Re-order the rotary rows of `[heads, d, …]` from (2j, 2j+1) pairs to (j, j + rotary/2) pairs."""
+    order = [*range(0, rotary, 2), *range(1, rotary, 2), *range(rotary, x.shape[1])]
+    return x[:, order]

@@ -1,0 +1,64 @@
+"""Fixtures: pico models built on the spot, offline, deterministic."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+PICO = dict(
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=8,
+    max_position_embeddings=128,
+    initializer_range=0.3,
+    bos_token_id=None,
+    eos_token_id=0,
+    pad_token_id=None,
+)
+
+
+def pico_llama(**changes: object) -> torch.nn.Module:
+    """T0 of the public fault cases: random Llama with 8 heads of 4, in float32."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**{**PICO, "num_key_value_heads": 8, **changes})).eval()
+
+
+@pytest.fixture
+def pico(tmp_path: Path) -> Path:
+    """The folder of a saved pico Llama."""
+    out = tmp_path / "pico"
+    pico_llama().save_pretrained(out)
+    return out
+
+
+def word_tokenizer(path: Path, bos: bool = False) -> Path:
+    """Write an offline word-level tokenizer over 60 words `w0 … w59` (id 0 `<eos>`, 1 `<unk>`, 2 `<bos>`)."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    vocab = {"<eos>": 0, "<unk>": 1, "<bos>": 2} | {f"w{i}": i + 3 for i in range(57)}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    if bos:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="<bos> $A", special_tokens=[("<bos>", 2)]
+        )
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<eos>",
+        unk_token="<unk>",
+        **({"bos_token": "<bos>"} if bos else {}),
+    )
+    fast.save_pretrained(path)
+    return path

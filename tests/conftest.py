@@ -12,18 +12,18 @@ import torch
 
 torch.set_num_threads(1)
 
-PICO = dict(
-    vocab_size=64,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=8,
-    max_position_embeddings=128,
-    initializer_range=0.3,
-    bos_token_id=None,
-    eos_token_id=0,
-    pad_token_id=None,
-)
+PICO = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.3,
+    "bos_token_id": None,
+    "eos_token_id": 0,
+    "pad_token_id": None,
+}
 
 
 def pico_llama(**changes: object) -> torch.nn.Module:

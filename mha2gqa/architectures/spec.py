@@ -242,7 +242,8 @@ def geometry(
         )
     if declared is not None and declared != kv_heads:
         raise CheckpointError(
-            f"config says {declared} KV heads, k_proj has {k_rows} rows = {kv_heads} heads x head_dim {head_dim}",
+            f"config says {declared} KV heads, k_proj has {k_rows} rows = "
+            f"{kv_heads} heads x head_dim {head_dim}",
             where=site.path,
             fix="restore the config that came with these tensors and run convert",
         )

@@ -1,1 +1,8 @@
+"""How heads that share become one: a registry of functions with one signature."""
 
+from .base import MergeContext, Merged, MergeFunction
+from .mean import first, mean, random
+
+MERGERS: dict[str, MergeFunction] = {"mean": mean, "first": first, "random": random}
+
+__all__ = ["MERGERS", "MergeContext", "MergeFunction", "Merged"]

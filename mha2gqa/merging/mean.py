@@ -1,0 +1,51 @@
+"""The GQA paper's three starts: mean pooling, the first head of each group, fresh random heads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ..heads import AttentionWeights, Grouping, permute_queries, pool, query_order
+from .base import MergeContext, Merged
+
+
+def _pooled(weights: AttentionWeights, grouping: Grouping, how: str) -> AttentionWeights:
+    def pooled(x: Tensor | None) -> Tensor | None:
+        return None if x is None else pool(x, grouping, how)
+
+    order = query_order(grouping, weights.num_heads // weights.num_kv_heads)
+    moved = permute_queries(weights, order)
+    return replace(
+        moved,
+        k=pool(weights.k, grouping, how),
+        v=pool(weights.v, grouping, how),
+        k_bias=pooled(weights.k_bias),
+        v_bias=pooled(weights.v_bias),
+        kv_extras={name: pool(x, grouping, how) for name, x in weights.kv_extras.items()},
+    )
+
+
+def mean(weights: AttentionWeights, grouping: Grouping, context: MergeContext) -> Merged:
+    """Average the heads of each group (Ainslie et al. 2023, section 2.2), accumulated in float64."""
+    return Merged(_pooled(weights, grouping, "mean"))
+
+
+def first(weights: AttentionWeights, grouping: Grouping, context: MergeContext) -> Merged:
+    """Keep the first head of each group and drop the others."""
+    return Merged(_pooled(weights, grouping, "first"))
+
+
+def random(weights: AttentionWeights, grouping: Grouping, context: MergeContext) -> Merged:
+    """Draw fresh K/V heads, as wide as the pooled source heads are on average (the paper's control).
+
+    Biases and extras are pooled: only the projections start over.
+    """
+    generator = torch.Generator().manual_seed(context.seed)
+
+    def draw(x: Tensor) -> Tensor:
+        shape = (len(grouping), *x.shape[1:])
+        return (torch.randn(shape, generator=generator) * x.float().std().cpu()).to(x)
+
+    return Merged(replace(_pooled(weights, grouping, "mean"), k=draw(weights.k), v=draw(weights.v)))

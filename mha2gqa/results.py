@@ -1,0 +1,62 @@
+"""What every result carries: schema version, command, versions. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import platform
+from importlib import metadata
+from pathlib import Path
+from typing import Any, ClassVar
+
+SCHEMA_VERSION = 1
+_PACKAGES = ("mha2gqa", "torch", "transformers", "safetensors", "peft", "datasets", "accelerate")
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of every package that can change a figure; absent ones are left out."""
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    if "mha2gqa" not in found:  # run from a source tree that is not installed
+        from . import __version__
+
+        found["mha2gqa"] = __version__
+    return found
+
+
+def jsonable(value: Any) -> Any:
+    """`value` as plain JSON data; paths become strings, non-finite floats become `"inf"`, `"nan"`."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.repr}
+    if isinstance(value, dict):
+        return {str(key): jsonable(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [jsonable(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return str(value) if isinstance(value, Path) else value
+
+
+class Result:
+    """Base of the result dataclasses; `command` names the command that makes it.
+
+    Fields declared with `field(repr=False)` stay out of the JSON.
+    """
+
+    command: ClassVar[str] = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result as plain JSON data, with schema version, command and versions first."""
+        head = {"schema_version": SCHEMA_VERSION, "command": self.command, "versions": versions()}
+        return head | jsonable(self)
+
+    def write_json(self, path: str | Path) -> Path:
+        """Write `to_dict()` to `path`, indented."""
+        path = Path(path)
+        path.write_text(json.dumps(self.to_dict(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        return path

@@ -129,6 +129,38 @@ def fuse(layout: str, q: Tensor, k: Tensor, v: Tensor, geometry: Geometry) -> Te
 # --- a module's tensors <-> AttentionWeights -----------------------------------------------------------
 
 
+def _split_extras(
+    spec: AttentionSpec, g: Geometry, tensors: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Extras by name, head index first: those of the KV heads and those of the query heads."""
+    found: dict[str, dict[str, Tensor]] = {"kv": {}, "query": {}}
+    for extra in spec.extras:
+        count = g.num_kv_heads if extra.per == "kv" else g.num_heads
+        if "{head}" in extra.name:
+            parts = [extra.name.format(head=h) for h in range(count)]
+            if parts[0] in tensors:
+                found[extra.per][extra.name] = torch.stack([tensors[name] for name in parts])
+        elif extra.name in tensors:
+            x = view_heads(tensors[extra.name], count, extra.axis)
+            if extra.reads_kv:  # [K, n, K * d] -> [K, n, K, d]
+                x = x.reshape(*x.shape[:-1], g.num_kv_heads, -1)
+            found[extra.per][extra.name] = x
+    return found["kv"], found["query"]
+
+
+def _unsplit_extras(spec: AttentionSpec, weights: AttentionWeights) -> dict[str, Tensor]:
+    """Inverse of `_split_extras`."""
+    by_name = {extra.name: extra for extra in spec.extras}
+    out: dict[str, Tensor] = {}
+    for name, x in {**weights.kv_extras, **weights.query_extras}.items():
+        extra = by_name[name]
+        if "{head}" in name:
+            out |= {name.format(head=h): part.contiguous() for h, part in enumerate(x)}
+        else:
+            out[name] = join_heads(x.flatten(-2) if extra.reads_kv else x, extra.axis)
+    return out
+
+
 def split(spec: AttentionSpec, geometry: Geometry, tensors: Mapping[str, Tensor]) -> AttentionWeights:
     """Tensors of one attention module, by role, as `AttentionWeights`.
 
@@ -152,11 +184,12 @@ def split(spec: AttentionSpec, geometry: Geometry, tensors: Mapping[str, Tensor]
             rows |= {f"{p}.{leaf}": part for p, part in zip("qkv", parts, strict=True)}
     heads = {"q": g.num_heads, "k": g.num_kv_heads, "v": g.num_kv_heads}
     views = {name: view_heads(x, heads[name[0]]) for name, x in rows.items()}
-    extras: dict[str, dict[str, Tensor]] = {"kv": {}, "query": {}}
-    for extra in spec.extras:
-        if extra.name in tensors:
-            count = g.num_kv_heads if extra.per == "kv" else g.num_heads
-            extras[extra.per][extra.name] = view_heads(tensors[extra.name], count, extra.axis)
+    gates: dict[str, Tensor] = {}
+    if spec.gated_query:  # each query head's rows are [q; gate]
+        for leaf in ("weight", "bias"):
+            if f"q.{leaf}" in views:
+                views[f"q.{leaf}"], gates[f"gate.{leaf}"] = views[f"q.{leaf}"].split(g.head_dim, dim=1)
+    kv_extras, query_extras = _split_extras(spec, g, tensors)
     return AttentionWeights(
         views["q.weight"],
         views["k.weight"],
@@ -166,14 +199,18 @@ def split(spec: AttentionSpec, geometry: Geometry, tensors: Mapping[str, Tensor]
         views.get("k.bias"),
         views.get("v.bias"),
         tensors.get("o.bias"),
-        extras["kv"],
-        extras["query"],
+        kv_extras,
+        query_extras | gates,
     )
 
 
 def unsplit(spec: AttentionSpec, weights: AttentionWeights) -> dict[str, Tensor]:
-    """Inverse of `split`: role -> contiguous tensor as stored."""
+    """Inverse of `split`: role -> contiguous tensor as stored (shared heads: in the target layout)."""
     w = weights
+    target = spec.target(w.num_heads, w.num_kv_heads)
+    layout = spec.layout if target is None else target.layout
+    if spec.gated_query:
+        w = _with_gates(w)
     turn = (lambda x: x.t().contiguous()) if spec.transposed else (lambda x: x)
     rows = {
         f"{p}.{leaf}": join_heads(x)
@@ -188,20 +225,29 @@ def unsplit(spec: AttentionSpec, weights: AttentionWeights) -> dict[str, Tensor]
         if x is not None
     }
     out: dict[str, Tensor] = {}
-    geometry = Geometry(w.num_heads, w.num_kv_heads, w.q.shape[1], w.v.shape[1])
+    geometry = Geometry(w.num_heads, w.num_kv_heads, w.k.shape[1], w.v.shape[1])
     for leaf in ("weight", "bias"):
         turned = turn if leaf == "weight" else (lambda x: x)
-        if spec.layout == "separate":
+        if layout == "separate":
             out |= {f"{p}.{leaf}": turned(rows[f"{p}.{leaf}"]) for p in "qkv" if f"{p}.{leaf}" in rows}
         elif f"k.{leaf}" in rows:
-            out[f"qkv.{leaf}"] = turned(fuse(spec.layout, *(rows[f"{p}.{leaf}"] for p in "qkv"), geometry))
+            out[f"qkv.{leaf}"] = turned(fuse(layout, *(rows[f"{p}.{leaf}"] for p in "qkv"), geometry))
     out["o.weight"] = turn(join_heads(w.o, axis=1))
     if w.o_bias is not None:
         out["o.bias"] = w.o_bias
-    axes = {extra.name: extra.axis for extra in spec.extras}
-    for name, x in {**w.kv_extras, **w.query_extras}.items():
-        out[name] = join_heads(x, axes[name])
-    return out
+    return out | _unsplit_extras(spec, w)
+
+
+def _with_gates(weights: AttentionWeights) -> AttentionWeights:
+    """Query rows with their gate rows behind them, as stored where `spec.gated_query`."""
+    extras = dict(weights.query_extras)
+
+    def gated(q: Tensor | None, leaf: str) -> Tensor | None:
+        return None if q is None else torch.cat([q, extras.pop(f"gate.{leaf}")], dim=1)
+
+    q, bias = gated(weights.q, "weight"), gated(weights.q_bias, "bias")
+    assert q is not None
+    return replace(weights, q=q, q_bias=bias, query_extras=extras)
 
 
 # --- groups --------------------------------------------------------------------------------------------
@@ -249,9 +295,29 @@ def pool(x: Tensor, grouping: Grouping, how: str = "mean") -> Tensor:
     return x[index].to(torch.float64).mean(1).to(x.dtype)
 
 
-def expand(weights: AttentionWeights, num_kv_heads: int) -> AttentionWeights:
+def pool_extras(
+    spec: AttentionSpec, extras: Mapping[str, Tensor], grouping: Grouping, how: str = "mean"
+) -> dict[str, Tensor]:
+    """Tensors with one slice per KV head, pooled; those that also read the KV heads sum over them."""
+    reading = {extra.name for extra in spec.extras if extra.reads_kv}
+    out = {name: pool(x, grouping, how) for name, x in extras.items()}
+    for name in reading & out.keys():  # [G, n, K, d]: inputs of one group now carry the same value
+        inputs = out[name].movedim(-2, 0)
+        size = inputs.shape[0] // len(grouping)
+        out[name] = (pool(inputs, grouping).to(torch.float64) * size).to(inputs.dtype).movedim(0, -2)
+    return out
+
+
+def expand(
+    weights: AttentionWeights, num_kv_heads: int, spec: AttentionSpec | None = None
+) -> AttentionWeights:
     """Repeat-interleave K/V heads up to `num_kv_heads`: the MHA form of a GQA module."""
     n = num_kv_heads // weights.num_kv_heads
+    reading = {extra.name for extra in spec.extras if extra.reads_kv} if spec else set()
+
+    def extra(name: str, x: Tensor) -> Tensor:
+        x = x.repeat_interleave(n, 0)
+        return x.repeat_interleave(n, -2) / n if name in reading else x
 
     def repeat(x: Tensor | None) -> Tensor | None:
         return None if x is None else x.repeat_interleave(n, 0)
@@ -262,7 +328,7 @@ def expand(weights: AttentionWeights, num_kv_heads: int) -> AttentionWeights:
         v=weights.v.repeat_interleave(n, 0),
         k_bias=repeat(weights.k_bias),
         v_bias=repeat(weights.v_bias),
-        kv_extras={name: x.repeat_interleave(n, 0) for name, x in weights.kv_extras.items()},
+        kv_extras={name: extra(name, x) for name, x in weights.kv_extras.items()},
     )
 
 

@@ -1,27 +1,34 @@
 """The table of architectures: how each stores its attention, and what may be done to it."""
 
+from .registry import find_spec
+from .sites import config_changes, find_sites, geometry, plan_groups
 from .spec import (
     AttentionSite,
     AttentionSpec,
     Geometry,
     HeadExtra,
+    Target,
+    Variant,
     check_groups,
-    find_sites,
-    geometry,
+    lookup,
     rotary_dim,
     valid_groups,
 )
-from .table import find_spec
 
 __all__ = [
     "AttentionSite",
     "AttentionSpec",
     "Geometry",
     "HeadExtra",
+    "Target",
+    "Variant",
     "check_groups",
+    "config_changes",
     "find_sites",
     "find_spec",
     "geometry",
+    "lookup",
+    "plan_groups",
     "rotary_dim",
     "valid_groups",
 ]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ..errors import CheckpointError, UsageError
+from ..errors import UsageError
 
 Position = Literal["half_split", "interleaved", "none", "alibi", "relative", "unknown"]
 KeySymmetry = Literal["planes", "plane_rotations", "phases", "linear", "none"]
@@ -15,25 +14,55 @@ ValueSymmetry = Literal["linear", "orthogonal", "none"]
 Permutable = Literal["layer", "model", "never"]
 Layout = Literal["separate", "blocks", "per_head", "per_group"]
 
-# A projection of another tower never belongs to the text decoder (vision.layers.0.self_attn.k_proj …).
-OTHER_TOWERS = ("vision", "visual", "audio", "image", "speech", "encoder", "speaker", "codec", "mtp")
-
 
 @dataclass(frozen=True)
 class HeadExtra:
     """A tensor beside the projections that has one slice per head.
 
     Args:
-        name: Name inside the attention module, such as `k_norm.weight`.
+        name: Name inside the attention module, such as `k_norm.weight`; a name with `{head}` stands for
+            one tensor per head (`k_layernorm.norms.{head}.weight`).
         per: Whether the slices belong to KV heads (pooled) or to query heads (permuted).
         axis: The axis that is `heads * slice` long.
-        pool: How slices of a group become one (`kv` extras only).
+        reads_kv: Whether axis 1 runs over the KV heads too, as inputs: those are summed over a group.
     """
 
     name: str
     per: Literal["kv", "query"]
     axis: int = 0
-    pool: Literal["mean", "first"] = "mean"
+    reads_kv: bool = False
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Config keys of one kind of layer, for architectures whose layers differ.
+
+    A layer has the variant whose declared counts its tensors fit (see `geometry`).
+
+    Args:
+        heads_key, kv_heads_key, head_dim_key: Where the config declares them.
+        kind: The kind of attention it applies to.
+    """
+
+    heads_key: str = "num_attention_heads"
+    kv_heads_key: str = "num_key_value_heads"
+    head_dim_key: str = "head_dim"
+    kind: str = "self"
+
+
+@dataclass(frozen=True)
+class Target:
+    """What else changes once K/V heads are shared, where the KV-head count alone does not say it.
+
+    Args:
+        layout: Fused layout of the result.
+        config: Further config keys and the values they receive.
+        note: What the user should know about the result.
+    """
+
+    layout: Layout
+    config: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -43,34 +72,46 @@ class AttentionSpec:
     The defaults describe Llama; an entry of the table states only what differs.
 
     Args:
-        modules: Kind of attention (`self`, `cross`) and the path of its module below an optional prefix.
+        modules: Kind of attention (`self`, `cross`) and the path of its module below one of `prefixes`.
+        prefixes: All that may stand before a module path. Matching is exact: a tower that is not named
+            here (vision, audio, a drafter) stays as it is.
         q, k, v, o: Projection names inside the module; for a fused layout `q == k == v`.
         layout: How q, k and v rows lie in the stored tensor(s); see `heads.split`.
         transposed: True where weights are stored `[in, out]` (GPT-2's Conv1D).
+        gated_query: True where each query head is followed by as many rows of an output gate.
         extras: Further tensors with one slice per head.
+        qk_norm: Names of the norms of q and k whose weights all heads share (read by merging methods).
         position: How positions enter; decides which rows of a key form a plane.
         rotary_keys: Config keys that may hold the rotary fraction or count, first found wins.
         rotary_default: Fraction of `head_dim` that is rotary if no key is present.
         key_symmetry: What may be done to keys and undone in queries (DESIGN: calibrated merging):
-            `planes` one complex scalar per plane, `plane_rotations` unit scalars only,
-            `phases` unit scalars under a full-width norm, `linear` any invertible map, `none`.
+            `planes` one complex scalar per plane, `plane_rotations` unit scalars only, where the gains of
+            the norms in `qk_norm` are equal within the plane, `phases` unit scalars under a full-width
+            norm, `linear` any invertible map, `none`.
         value_symmetry: What may be done to values and undone in the output projection.
         permutable: Whether heads may be re-ordered: per layer, in all layers alike, or never.
         heads_key, kv_heads_keys, head_dim_key, layers_key: Config keys; every one of `kv_heads_keys`
-            that applies receives G (a dotted key descends).
+            that applies receives G (a dotted key descends). `heads_key` may hold one number per layer.
+        variants: Where layers differ: one entry per kind of layer instead of the three keys above.
+        kv_multiples: How many times the declared KV heads a layer may hold; the ratio is kept.
+        min_groups: Smallest G the class can run.
         config_path: Keys that lead to the text model's own config (`("text_config",)`).
-        excluded: A tensor whose prefix holds one of these words belongs to another tower.
+        mqa, gqa: What changes beside the KV-head keys when an MHA source gets G = 1 or G > 1.
+        refused_gqa: Why G > 1 is impossible; empty where it is possible.
         note: One line the user should read before converting.
     """
 
     modules: tuple[tuple[str, str], ...] = (("self", "layers.{layer}.self_attn"),)
+    prefixes: tuple[str, ...] = ("model.", "")
     q: str = "q_proj"
     k: str = "k_proj"
     v: str = "v_proj"
     o: str = "o_proj"
     layout: Layout = "separate"
     transposed: bool = False
+    gated_query: bool = False
     extras: tuple[HeadExtra, ...] = ()
+    qk_norm: tuple[str, ...] = ()
     position: Position = "half_split"
     rotary_keys: tuple[str, ...] = ("partial_rotary_factor", "rotary_pct")
     rotary_default: float = 1.0
@@ -81,8 +122,13 @@ class AttentionSpec:
     kv_heads_keys: tuple[str, ...] = ("num_key_value_heads",)
     head_dim_key: str = "head_dim"
     layers_key: str = "num_hidden_layers"
+    variants: tuple[Variant, ...] = ()
+    kv_multiples: tuple[int, ...] = (1,)
+    min_groups: int = 1
     config_path: tuple[str, ...] = ()
-    excluded: tuple[str, ...] = OTHER_TOWERS
+    mqa: Target | None = None
+    gqa: Target | None = None
+    refused_gqa: str = ""
     note: str = ""
 
     def text_config(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -90,6 +136,12 @@ class AttentionSpec:
         for key in self.config_path:
             config = config.get(key) or {}
         return config
+
+    def target(self, num_heads: int, groups: int) -> Target | None:
+        """What changes beside the KV-head keys when this source gets `groups` KV heads."""
+        if groups == num_heads:
+            return None
+        return self.mqa if groups == 1 else self.gqa
 
 
 @dataclass(frozen=True)
@@ -101,7 +153,7 @@ class AttentionSite:
         layer: Its layer index.
         kind: `self` or `cross`.
         names: Role -> tensor name. Roles are `q.weight`, `k.bias`, … (`qkv.weight` where fused),
-            and an extra's own name.
+            and an extra's own name (with its head number where there is one tensor per head).
     """
 
     path: str
@@ -127,50 +179,6 @@ class Geometry:
     value_dim: int
 
 
-def find_sites(spec: AttentionSpec, names: Iterable[str]) -> list[AttentionSite]:
-    """Locate every attention module of `spec` among tensor names, in layer order.
-
-    Args:
-        spec: The architecture.
-        names: All tensor names of the checkpoint, or of a model's state dict.
-
-    Returns:
-        The sites; a layer without attention (hybrids) simply has none.
-    """
-    fused = spec.layout != "separate"
-    projections = {spec.q: "qkv"} if fused else {spec.q: "q", spec.k: "k", spec.v: "v"}
-    roles = {
-        f"{module}.{leaf}": f"{role}.{leaf}"
-        for module, role in {**projections, spec.o: "o"}.items()
-        for leaf in ("weight", "bias")
-    }
-    roles |= {extra.name: extra.name for extra in spec.extras}
-    inside = "|".join(re.escape(name) for name in sorted(roles, key=len, reverse=True))
-    found: dict[tuple[int, str, str], dict[str, str]] = {}
-    all_names = list(names)
-    for kind, template in spec.modules:
-        path = re.escape(template).replace(re.escape("{layer}"), r"(?P<layer>\d+)")
-        pattern = re.compile(rf"^(?P<path>(?P<prefix>(?:[^.]+\.)*?){path})\.(?P<inside>{inside})$")
-        for name in all_names:
-            match = pattern.match(name)
-            if match is None or any(word in match["prefix"] for word in spec.excluded):
-                continue
-            key = (int(match.groupdict().get("layer") or 0), kind, match["path"])
-            found.setdefault(key, {})[roles[match["inside"]]] = name
-    needed = ("qkv.weight", "o.weight") if fused else ("q.weight", "k.weight", "v.weight", "o.weight")
-    sites = []
-    for (layer, kind, path), site_names in sorted(found.items()):
-        missing = [role for role in needed if role not in site_names]
-        if missing:
-            raise CheckpointError(
-                f"no tensor for {', '.join(missing)}",
-                where=path,
-                fix="the checkpoint is incomplete; download it again",
-            )
-        sites.append(AttentionSite(path, layer, kind, site_names))
-    return sites
-
-
 def lookup(config: Mapping[str, Any], key: str) -> Any:
     """Value of a dotted key in raw JSON, or None."""
     node: Any = config
@@ -181,113 +189,61 @@ def lookup(config: Mapping[str, Any], key: str) -> Any:
     return node
 
 
-def geometry(
-    spec: AttentionSpec, config: Mapping[str, Any], site: AttentionSite, shapes: Mapping[str, Sequence[int]]
-) -> Geometry:
-    """Head counts of one site from its tensors, checked against the config.
+def valid_groups(num_kv_heads: int, spec: AttentionSpec | None = None) -> list[int]:
+    """Every G the architecture can hold that divides the current number of KV heads, ascending."""
+    least = 1 if spec is None else spec.min_groups
+    divisors = [g for g in range(1, num_kv_heads + 1) if num_kv_heads % g == 0 and g % least == 0]
+    if spec is not None and spec.refused_gqa:
+        return [g for g in divisors if g in (1, num_kv_heads)]
+    return divisors
 
-    Args:
-        spec: The architecture.
-        config: The whole raw config.
-        site: The attention module.
-        shapes: Shape of every tensor of the site by tensor name.
 
-    Returns:
-        The geometry.
+def check_groups(groups: object, num_kv_heads: int, spec: AttentionSpec | None = None) -> int:
+    """`groups` as an int that divides `num_kv_heads` and that the architecture can hold.
 
     Raises:
-        CheckpointError: The tensors and the config disagree (a config edited by hand, usually).
+        UsageError: It is no such number; the message lists the valid values.
     """
-    text = spec.text_config(config)
-    num_heads = lookup(text, spec.heads_key)
-    if not isinstance(num_heads, int) or num_heads < 1:
-        raise CheckpointError(
-            f"no usable {spec.heads_key}", where="config.json", fix="it must hold the number of query heads"
-        )
-    rows = -1 if spec.transposed else 0
-    head_dim = lookup(text, spec.head_dim_key)
-    declared = next((lookup(text, key) for key in spec.kv_heads_keys if lookup(text, key)), None)
-    o_in = shapes[site.names["o.weight"]][0 if spec.transposed else -1]
-    if spec.layout != "separate":
-        head_dim = head_dim or o_in // num_heads
-        total = shapes[site.names["qkv.weight"]][rows]
-        kv_rows = total - num_heads * head_dim
-        kv_heads, rest = divmod(kv_rows, 2 * head_dim)
-        value_dim = head_dim
-        k_rows = kv_rows // 2
-    else:
-        q_rows = shapes[site.names["q.weight"]][rows]
-        k_rows = shapes[site.names["k.weight"]][rows]
-        head_dim = head_dim or q_rows // num_heads
-        kv_heads, rest = divmod(k_rows, head_dim)
-        value_dim = o_in // num_heads
-        if q_rows != num_heads * head_dim:
-            raise CheckpointError(
-                f"{site.names['q.weight']} has {q_rows} rows, the config asks for "
-                f"{num_heads} heads x {head_dim}",
-                where=site.path,
-                fix="config and tensors must belong together",
-            )
-        if shapes[site.names["v.weight"]][rows] != kv_heads * value_dim:
-            raise CheckpointError(
-                "v_proj and k_proj hold different numbers of heads",
-                where=site.path,
-                fix="config and tensors must belong together",
-            )
-    if rest or kv_heads < 1 or num_heads % max(kv_heads, 1):
-        raise CheckpointError(
-            f"{k_rows} key rows do not make whole heads of {head_dim}",
-            where=site.path,
-            fix="config and tensors must belong together",
-        )
-    if declared is not None and declared != kv_heads:
-        raise CheckpointError(
-            f"config says {declared} KV heads, k_proj has {k_rows} rows = "
-            f"{kv_heads} heads x head_dim {head_dim}",
-            where=site.path,
-            fix="restore the config that came with these tensors and run convert",
-        )
-    return Geometry(num_heads, kv_heads, head_dim, value_dim)
+    allowed = valid_groups(num_kv_heads, spec)
+    fix = f"try one of {', '.join(map(str, allowed))}"
 
+    def refuse(what: str) -> UsageError:
+        return UsageError(what, where="--groups", fix=fix)
 
-def valid_groups(num_kv_heads: int) -> list[int]:
-    """Every G that divides the current number of KV heads, ascending."""
-    return [g for g in range(1, num_kv_heads + 1) if num_kv_heads % g == 0]
-
-
-def check_groups(groups: object, num_kv_heads: int) -> int:
-    """`groups` as an int that divides `num_kv_heads`.
-
-    Raises:
-        UsageError: It is no positive divisor; the message lists the valid values.
-    """
-    allowed = ", ".join(map(str, valid_groups(num_kv_heads)))
     if isinstance(groups, bool) or not isinstance(groups, int):
-        raise UsageError(f"{groups!r} is not a whole number", where="--groups", fix=f"try one of {allowed}")
+        raise refuse(f"{groups!r} is not a whole number")
     if groups < 1:
-        raise UsageError(f"{groups} KV heads are not possible", where="--groups", fix=f"try one of {allowed}")
+        raise refuse(f"{groups} KV heads are not possible")
     if groups > num_kv_heads:
-        raise UsageError(
-            f"the model has {num_kv_heads} KV heads, {groups} would be more",
-            where="--groups",
-            fix=f"try one of {allowed}",
-        )
+        raise refuse(f"the model has {num_kv_heads} KV heads, {groups} would be more")
     if num_kv_heads % groups:
-        raise UsageError(
-            f"{groups} does not divide the {num_kv_heads} KV heads",
-            where="--groups",
-            fix=f"try one of {allowed}",
+        raise refuse(f"{groups} does not divide the {num_kv_heads} KV heads")
+    if groups not in allowed:
+        why = spec.refused_gqa if spec is not None else ""
+        raise refuse(
+            why or f"this architecture needs a multiple of {spec.min_groups if spec else 1} KV heads"
         )
     return groups
 
 
-def rotary_dim(spec: AttentionSpec, config: Mapping[str, Any], head_dim: int) -> int:
-    """How many leading dims of a head are rotary (0 where positions enter otherwise)."""
+def rotary_dim(spec: AttentionSpec, config: Mapping[str, Any], head_dim: int, layer: int = 0) -> int:
+    """How many leading dims of a head are rotary (0 where positions enter otherwise).
+
+    Args:
+        spec: The architecture.
+        config: The whole raw config.
+        head_dim: Width d of a key head.
+        layer: Layer index; `rope_parameters` may hold one entry per type of layer.
+    """
     if spec.position not in ("half_split", "interleaved"):
         return 0
     text = spec.text_config(config)
+    rope = text.get("rope_parameters")
+    types = text.get("layer_types")
+    if isinstance(rope, Mapping) and isinstance(types, list) and layer < len(types) and types[layer] in rope:
+        rope = rope[types[layer]]
     for key in spec.rotary_keys:
-        for holder in (text.get("rope_parameters"), text):
+        for holder in (rope, text):
             value = holder.get(key) if isinstance(holder, Mapping) else None
             if value is not None:
                 return int(value) if isinstance(value, int) and value > 1 else int(head_dim * value)

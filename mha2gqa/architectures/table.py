@@ -1,32 +1,64 @@
-"""model_type -> how its attention is stored, or why it cannot be converted. Data only."""
+"""model_type -> how its attention is stored: one entry per architecture, deltas on Llama. Data only."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
 
-from ..errors import UnsupportedModelError
-from .spec import AttentionSpec
+from .spec import AttentionSpec, HeadExtra
 
-LLAMA = AttentionSpec()
+# --- shared shapes of entries --------------------------------------------------------------------------
 
-SUPPORTED: dict[str, AttentionSpec] = {"llama": LLAMA, "mistral": LLAMA, "qwen2": LLAMA}
+LLAMA = AttentionSpec()  # separate projections, RoPE over halves of the head, nothing between them
+INTERLEAVED = replace(LLAMA, position="interleaved")
+NOPE = replace(LLAMA, position="none", key_symmetry="linear")
 
-REFUSED: dict[str, str] = {
-    "deepseek_v3": "multi-head latent attention has no KV heads to share (num_key_value_heads is ignored)",
+# RMSNorm over each head of q and k, one weight [d] for all heads.
+QK_NORM = replace(LLAMA, qk_norm=("q_norm", "k_norm"), key_symmetry="plane_rotations")
+# RMSNorm over all heads at once: its weight has one slice per head.
+FULL_NORM = replace(
+    LLAMA,
+    extras=(HeadExtra("q_norm.weight", "query"), HeadExtra("k_norm.weight", "kv")),
+    key_symmetry="phases",
+)
+# An attention sink per query head: a constant key is no longer invisible, the planes still are free.
+SINKS = (HeadExtra("sinks", "query"),)
+# A gate on every channel of the attention output forbids any change of basis of the values.
+GATE = (HeadExtra("gate_proj.weight", "query"),)
+# A gate per head (g_proj rows [H]) scales whole heads: values stay free.
+HEAD_GATE = (HeadExtra("g_proj.weight", "query"),)
+
+
+def _rotary(spec: AttentionSpec, fraction: float) -> AttentionSpec:
+    """`spec` with a class default of the rotary fraction."""
+    return replace(spec, rotary_default=fraction)
+
+
+# --- decoders whose class honours num_key_value_heads with separate projections -----------------------
+
+_LLAMA_LIKE = (
+    "arcee", "aria_text", "cwm", "falcon_h1", "gemma", "gemma2", "granite", "granitemoe",
+    "granitemoeshared", "hyperclovax", "internlm3", "iquestcoder", "jais2", "llama", "minimax",
+    "ministral", "ministral3", "mistral", "mixtral", "olmo", "phimoe", "qwen2", "qwen2_moe", "seed_oss",
+    "smollm3", "solar_open", "starcoder2", "vaultgemma",
+)  # fmt: skip
+_QK_NORM_LIKE = (
+    "apertus", "apertus1p5_text", "dots1", "exaone4", "exaone_moe", "gemma3_text", "hy_v3", "kolibri1",
+    "lara_mini", "mellum", "qwen3", "qwen3_moe",
+)  # fmt: skip
+
+DECODERS: dict[str, AttentionSpec] = {
+    **dict.fromkeys(_LLAMA_LIKE, LLAMA),
+    **dict.fromkeys(_QK_NORM_LIKE, QK_NORM),
+    **dict.fromkeys(("cohere", "cohere2", "cohere2_moe", "ernie4_5", "ernie4_5_moe", "helium"), INTERLEAVED),
+    **dict.fromkeys(("glm", "glm4"), _rotary(INTERLEAVED, 0.5)),
+    **dict.fromkeys(("flex_olmo", "minimax_m2", "olmo2", "olmo3", "olmoe"), FULL_NORM),
+    "bamba": _rotary(LLAMA, 0.5),
+    "glm4_moe": _rotary(LLAMA, 0.5),
+    "gpt_oss": replace(LLAMA, extras=SINKS),
+    "granitemoehybrid": NOPE,
+    "jamba": NOPE,
+    "nemotron": _rotary(LLAMA, 0.5),
+    "phi": _rotary(replace(LLAMA, o="dense"), 0.5),
+    "stablelm": _rotary(LLAMA, 0.25),
 }
-
-
-def find_spec(config: Mapping[str, Any]) -> AttentionSpec:
-    """The spec of a checkpoint from its raw config.
-
-    Raises:
-        UnsupportedModelError: With the reason and what would be needed.
-    """
-    model_type = str(config.get("model_type"))
-    if model_type in SUPPORTED:
-        return SUPPORTED[model_type]
-    reason = REFUSED.get(model_type, "this architecture is not in the table")
-    raise UnsupportedModelError(
-        reason, where=f"model_type {model_type!r}", fix="`mha2gqa archs` lists what is supported"
-    )
+SUPPORTED: dict[str, AttentionSpec] = dict(DECODERS)

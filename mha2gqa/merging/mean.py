@@ -7,11 +7,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..heads import AttentionWeights, Grouping, permute_queries, pool, query_order
+from ..heads import AttentionWeights, Grouping, permute_queries, pool, pool_extras, query_order
 from .base import MergeContext, Merged
 
 
-def _pooled(weights: AttentionWeights, grouping: Grouping, how: str) -> AttentionWeights:
+def _pooled(
+    weights: AttentionWeights, grouping: Grouping, context: MergeContext, how: str
+) -> AttentionWeights:
     def pooled(x: Tensor | None) -> Tensor | None:
         return None if x is None else pool(x, grouping, how)
 
@@ -23,18 +25,18 @@ def _pooled(weights: AttentionWeights, grouping: Grouping, how: str) -> Attentio
         v=pool(weights.v, grouping, how),
         k_bias=pooled(weights.k_bias),
         v_bias=pooled(weights.v_bias),
-        kv_extras={name: pool(x, grouping, how) for name, x in weights.kv_extras.items()},
+        kv_extras=pool_extras(context.spec, weights.kv_extras, grouping, how),
     )
 
 
 def mean(weights: AttentionWeights, grouping: Grouping, context: MergeContext) -> Merged:
     """Average the heads of each group (Ainslie et al. 2023, section 2.2), accumulated in float64."""
-    return Merged(_pooled(weights, grouping, "mean"))
+    return Merged(_pooled(weights, grouping, context, "mean"))
 
 
 def first(weights: AttentionWeights, grouping: Grouping, context: MergeContext) -> Merged:
     """Keep the first head of each group and drop the others."""
-    return Merged(_pooled(weights, grouping, "first"))
+    return Merged(_pooled(weights, grouping, context, "first"))
 
 
 def random(weights: AttentionWeights, grouping: Grouping, context: MergeContext) -> Merged:
@@ -48,4 +50,4 @@ def random(weights: AttentionWeights, grouping: Grouping, context: MergeContext)
         shape = (len(grouping), *x.shape[1:])
         return (torch.randn(shape, generator=generator) * x.float().std().cpu()).to(x)
 
-    return Merged(replace(_pooled(weights, grouping, "mean"), k=draw(weights.k), v=draw(weights.v)))
+    return Merged(replace(_pooled(weights, grouping, context, "mean"), k=draw(weights.k), v=draw(weights.v)))

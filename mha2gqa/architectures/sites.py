@@ -1,0 +1,239 @@
+"""Where the attention of a checkpoint is: tensor names, head counts, and the config keys to edit."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from ..errors import CheckpointError
+from .spec import AttentionSite, AttentionSpec, Geometry, Variant, check_groups, lookup
+
+
+def _role_pattern(spec: AttentionSpec) -> tuple[re.Pattern[str], dict[str, str]]:
+    """Pattern of a tensor name inside the attention module, and role of each projection's name."""
+    fused = spec.layout != "separate"
+    projections = {spec.q: "qkv"} if fused else {spec.q: "q", spec.k: "k", spec.v: "v"}
+    roles = {
+        f"{module}.{leaf}": f"{role}.{leaf}"
+        for module, role in {**projections, spec.o: "o"}.items()
+        for leaf in ("weight", "bias")
+    }
+    roles |= {extra.name: extra.name for extra in spec.extras}
+    roles |= {f"{norm}.{leaf}": f"{norm}.{leaf}" for norm in spec.qk_norm for leaf in ("weight", "bias")}
+    parts = [re.escape(n).replace(re.escape("{head}"), r"\d+") for n in sorted(roles, key=len, reverse=True)]
+    return re.compile("|".join(parts)), roles
+
+
+def find_sites(spec: AttentionSpec, names: Iterable[str]) -> list[AttentionSite]:
+    """Locate every attention module of `spec` among tensor names, in layer order.
+
+    Args:
+        spec: The architecture.
+        names: All tensor names of the checkpoint, or of a model's state dict.
+
+    Returns:
+        The sites; a layer without attention (hybrids) simply has none, and neither has a layer that
+        reuses the keys and values of another.
+
+    Raises:
+        CheckpointError: A projection is missing, or two towers claim the same layer.
+    """
+    inside, roles = _role_pattern(spec)
+    prefix = "|".join(re.escape(p) for p in sorted(spec.prefixes, key=len, reverse=True))
+    kinds = {}
+    alternatives = []
+    for i, (kind, template) in enumerate(spec.modules):
+        kinds[f"m{i}"] = kind
+        path = re.escape(template).replace(re.escape("{layer}"), rf"(?P<layer{i}>\d+)")
+        alternatives.append(f"(?P<m{i}>{path})")
+    pattern = re.compile(rf"(?P<path>(?:{prefix})(?:{'|'.join(alternatives)}))\.(?P<inside>.+)")
+    found: dict[tuple[int, str, str], dict[str, str]] = {}
+    for name in names:
+        match = pattern.fullmatch(name)
+        if match is None or not inside.fullmatch(match["inside"]):
+            continue
+        which = next(key for key in kinds if match[key] is not None)
+        layer = int(match.groupdict().get(f"layer{which[1:]}") or 0)
+        role = roles.get(match["inside"], match["inside"])
+        found.setdefault((layer, kinds[which], match["path"]), {})[role] = name
+    return _checked_sites(spec, found)
+
+
+def _checked_sites(
+    spec: AttentionSpec, found: Mapping[tuple[int, str, str], Mapping[str, str]]
+) -> list[AttentionSite]:
+    fused = spec.layout != "separate"
+    needed = ("qkv.weight", "o.weight") if fused else ("q.weight", "k.weight", "v.weight", "o.weight")
+    sites: list[AttentionSite] = []
+    for (layer, kind, path), names in sorted(found.items()):
+        missing = [role for role in needed if role not in names]
+        if missing == ["k.weight", "v.weight"] and spec.permutable == "never":
+            continue  # reuses the keys and values of an earlier layer
+        if missing:
+            raise CheckpointError(
+                f"no tensor for {', '.join(missing)}",
+                where=path,
+                fix="the checkpoint is incomplete; download it again",
+            )
+        if sites and (sites[-1].layer, sites[-1].kind) == (layer, kind):
+            raise CheckpointError(
+                f"both {sites[-1].path} and {path} look like layer {layer} of the text model",
+                fix="keep one of them in the checkpoint",
+            )
+        sites.append(AttentionSite(path, layer, kind, names))
+    return sites
+
+
+def _declared_heads(text: Mapping[str, Any], key: str, layer: int) -> int:
+    """Query heads of a layer: one number for all, or one per layer."""
+    value = lookup(text, key)
+    if isinstance(value, list) and layer < len(value):
+        value = value[layer]
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise CheckpointError(
+            f"no usable {key}", where="config.json", fix="it must hold the number of query heads"
+        )
+    return value
+
+
+def _variants(spec: AttentionSpec, kind: str) -> tuple[Variant, ...]:
+    own = tuple(v for v in spec.variants if v.kind == kind)
+    return own or (Variant(spec.heads_key, spec.kv_heads_keys[0], spec.head_dim_key, kind),)
+
+
+def geometry(
+    spec: AttentionSpec, config: Mapping[str, Any], site: AttentionSite, shapes: Mapping[str, Sequence[int]]
+) -> Geometry:
+    """Head counts of one site from its tensors, checked against the config.
+
+    Args:
+        spec: The architecture.
+        config: The whole raw config.
+        site: The attention module.
+        shapes: Shape of every tensor of the site by tensor name.
+
+    Returns:
+        The geometry.
+
+    Raises:
+        CheckpointError: The tensors and the config disagree (a config edited by hand, usually).
+    """
+    text = spec.text_config(config)
+    errors: list[CheckpointError] = []
+    fits: set[Geometry] = set()
+    variants = _variants(spec, site.kind)
+    for variant in variants:
+        try:
+            fits.add(_geometry(spec, text, site, shapes, variant))
+        except CheckpointError as error:
+            errors.append(error)
+    if len(fits) > 1:
+        raise CheckpointError("its tensors fit several kinds of layer of this architecture", where=site.path)
+    if not fits:
+        raise errors[0]
+    return fits.pop()
+
+
+def _geometry(
+    spec: AttentionSpec,
+    text: Mapping[str, Any],
+    site: AttentionSite,
+    shapes: Mapping[str, Sequence[int]],
+    variant: Variant,
+) -> Geometry:
+    """Geometry under the config keys of one variant."""
+
+    def disagree(what: str, fix: str = "config and tensors must belong together") -> CheckpointError:
+        return CheckpointError(what, where=site.path, fix=fix)
+
+    num_heads = _declared_heads(text, variant.heads_key, site.layer)
+    rows = -1 if spec.transposed else 0
+    head_dim = lookup(text, variant.head_dim_key)
+    o_in = shapes[site.names["o.weight"]][0 if spec.transposed else -1]
+    if spec.layout != "separate":
+        head_dim = head_dim or o_in // num_heads
+        kv_rows = shapes[site.names["qkv.weight"]][rows] - num_heads * head_dim
+        k_rows, value_dim = kv_rows // 2, head_dim
+        whole = kv_rows % (2 * head_dim) == 0
+    else:
+        per_head = 2 if spec.gated_query else 1
+        q_rows = shapes[site.names["q.weight"]][rows]
+        k_rows = shapes[site.names["k.weight"]][rows]
+        head_dim = head_dim or q_rows // (num_heads * per_head)
+        value_dim = o_in // num_heads
+        whole = k_rows % head_dim == 0
+        if q_rows != num_heads * head_dim * per_head:
+            raise disagree(
+                f"{site.names['q.weight']} has {q_rows} rows, the config asks for "
+                f"{num_heads} heads x {head_dim * per_head}"
+            )
+        if shapes[site.names["v.weight"]][rows] * head_dim != k_rows * value_dim:
+            raise disagree("v_proj and k_proj hold different numbers of heads")
+    kv_heads = k_rows // head_dim
+    if not whole or kv_heads < 1 or num_heads % kv_heads:
+        raise disagree(f"{k_rows} key rows do not make whole heads of {head_dim}")
+    declared = lookup(text, variant.kv_heads_key)
+    if declared is not None and kv_heads not in [declared * m for m in spec.kv_multiples]:
+        raise disagree(
+            f"config says {declared} KV heads, k_proj has {k_rows} rows = "
+            f"{kv_heads} heads x head_dim {head_dim}",
+            fix="restore the config that came with these tensors and run convert",
+        )
+    return Geometry(num_heads, kv_heads, head_dim, value_dim)
+
+
+def plan_groups(
+    spec: AttentionSpec, config: Mapping[str, Any], geometries: Sequence[Geometry], groups: object
+) -> list[int]:
+    """KV heads each attention module gets, in the order of `geometries`.
+
+    Where layers hold different numbers of KV heads, a layer that already holds `groups` or fewer keeps
+    them; where the architecture ties one number to the other, the ratio is kept.
+
+    Raises:
+        UsageError: `groups` is impossible; the message lists the valid values.
+    """
+    most = max(g.num_kv_heads for g in geometries)
+    if spec.kv_multiples != (1,):
+        most = lookup(spec.text_config(config), spec.kv_heads_keys[0]) or most
+        wanted = check_groups(groups, most, spec)
+        return [g.num_kv_heads * wanted // most for g in geometries]
+    wanted = check_groups(groups, most, spec)
+    targets = [min(wanted, g.num_kv_heads) for g in geometries]
+    for have, get in zip((g.num_kv_heads for g in geometries), targets, strict=True):
+        check_groups(get, have, spec)
+    return targets
+
+
+def config_changes(
+    spec: AttentionSpec, config: Mapping[str, Any], num_heads: int, groups: int
+) -> dict[tuple[str, ...], Any]:
+    """Config keys to write for G = `groups`, as paths from the root of config.json.
+
+    Args:
+        spec: The architecture.
+        config: The whole raw config of the source.
+        num_heads: Query heads of the (first) attention module.
+        groups: KV heads asked for.
+
+    Returns:
+        Path -> new value; a key that is absent from the source is to be added.
+
+    Example:
+        >>> config_changes(AttentionSpec(), {"num_key_value_heads": 8}, 8, 2)
+        {('num_key_value_heads',): 2}
+    """
+    text = spec.text_config(config)
+    keys = tuple(dict.fromkeys(v.kv_heads_key for v in spec.variants)) or spec.kv_heads_keys
+    changes: dict[str, Any] = {}
+    for i, key in enumerate(keys):
+        now = lookup(text, key)
+        if now is not None or i == 0:
+            changes[key] = min(groups, now) if isinstance(now, int) else groups
+    if isinstance(text.get("pretraining_tp"), int) and text["pretraining_tp"] > 1:
+        changes["pretraining_tp"] = 1  # it slices projections by a fixed count
+    target = spec.target(num_heads, groups)
+    if target is not None:
+        changes |= target.config
+    return {(*spec.config_path, *key.split(".")): value for key, value in changes.items()}

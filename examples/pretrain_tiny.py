@@ -146,7 +146,9 @@ def train(
             held = heldout_loss(model, heldout[: args.eval_rows], args.batch)
             curve.append([step + 1, round(loss.item(), 4), round(held, 4)])
             seconds = time.monotonic() - began
-            print(f"step {step + 1}: loss {loss.item():.3f}, held-out {held:.3f}, {seconds:.0f} s", flush=True)
+            print(
+                f"step {step + 1}: loss {loss.item():.3f}, held-out {held:.3f}, {seconds:.0f} s", flush=True
+            )
     return curve
 
 

@@ -16,6 +16,7 @@ PACKAGE = ROOT / "mha2gqa"
 LAYERS = [
     "errors",
     "results",
+    "assets",
     "recipe",
     "architectures",
     "heads",

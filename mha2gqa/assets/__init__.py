@@ -12,9 +12,8 @@ from pathlib import Path
 from ..errors import DataError
 
 # Left out: what some distributions package apart, what a machine generates, tables of characters.
-SKIPPED_FOLDERS = frozenset(
-    "site-packages dist-packages __pycache__ test tests idlelib lib2to3 turtledemo ensurepip encodings".split()
-)
+SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "lib2to3"}
+SKIPPED_FOLDERS |= {"turtledemo", "ensurepip", "encodings"}
 SKIPPED_PREFIXES = ("_sysconfigdata", "config-")
 HELDOUT_SHARE = 40  # one file in forty is held out
 

@@ -1,0 +1,32 @@
+"""Text to tokens: read documents, tokenise them, cut blocks, keep train and held-out text apart.
+
+Everything streams: memory does not grow with the corpus (`token_blocks` holds the ids it returns).
+"""
+
+from .reading import Document, read_documents, read_records
+from .streams import held_out, prefetch, split_documents
+from .tokens import (
+    batches_of,
+    bos_id,
+    count_tokens,
+    encode_documents,
+    eos_id,
+    iterate_blocks,
+    token_blocks,
+)
+
+__all__ = [
+    "Document",
+    "batches_of",
+    "bos_id",
+    "count_tokens",
+    "encode_documents",
+    "eos_id",
+    "held_out",
+    "iterate_blocks",
+    "prefetch",
+    "read_documents",
+    "read_records",
+    "split_documents",
+    "token_blocks",
+]

@@ -174,7 +174,7 @@ def split(spec: AttentionSpec, geometry: Geometry, tensors: Mapping[str, Tensor]
     """
     g = geometry
     turn = (lambda x: x.t()) if spec.transposed else (lambda x: x)
-    rows = {}
+    rows: dict[str, Tensor] = {}
     for leaf in ("weight", "bias"):
         turned = turn if leaf == "weight" else (lambda x: x)
         if spec.layout == "separate":
@@ -231,7 +231,9 @@ def unsplit(spec: AttentionSpec, weights: AttentionWeights) -> dict[str, Tensor]
         if layout == "separate":
             out |= {f"{p}.{leaf}": turned(rows[f"{p}.{leaf}"]) for p in "qkv" if f"{p}.{leaf}" in rows}
         elif f"k.{leaf}" in rows:
-            out[f"qkv.{leaf}"] = turned(fuse(layout, *(rows[f"{p}.{leaf}"] for p in "qkv"), geometry))
+            out[f"qkv.{leaf}"] = turned(
+                fuse(layout, rows[f"q.{leaf}"], rows[f"k.{leaf}"], rows[f"v.{leaf}"], geometry)
+            )
     out["o.weight"] = turn(join_heads(w.o, axis=1))
     if w.o_bias is not None:
         out["o.bias"] = w.o_bias

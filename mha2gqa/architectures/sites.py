@@ -144,8 +144,10 @@ def _geometry(
 ) -> Geometry:
     """Geometry under the config keys of one variant."""
 
-    def disagree(what: str, fix: str = "config and tensors must belong together") -> CheckpointError:
-        return CheckpointError(what, where=site.path, fix=fix)
+    def disagree(
+        what: str, fix: str = "config and tensors must belong together", where: str = site.path
+    ) -> CheckpointError:
+        return CheckpointError(what, where=where, fix=fix)
 
     num_heads = _declared_heads(text, variant.heads_key, site.layer)
     rows = -1 if spec.transposed else 0
@@ -168,17 +170,21 @@ def _geometry(
                 f"{site.names['q.weight']} has {q_rows} rows, the config asks for "
                 f"{num_heads} heads x {head_dim * per_head}"
             )
-        if shapes[site.names["v.weight"]][rows] * head_dim != k_rows * value_dim:
-            raise disagree("v_proj and k_proj hold different numbers of heads")
     kv_heads = k_rows // head_dim
+    declared = lookup(text, variant.kv_heads_key)
+    if declared is not None and (not whole or kv_heads not in [declared * m for m in spec.kv_multiples]):
+        raise disagree(
+            f"config says {declared} KV heads = {declared * head_dim} key rows, the tensor has {k_rows} rows = "
+            f"{k_rows / head_dim:g} heads x head_dim {head_dim}",
+            fix="restore the config that came with these tensors and run convert",
+            where=site.names.get("k.weight") or site.names["qkv.weight"],
+        )
     if not whole or kv_heads < 1 or num_heads % kv_heads:
         raise disagree(f"{k_rows} key rows do not make whole heads of {head_dim}")
-    declared = lookup(text, variant.kv_heads_key)
-    if declared is not None and kv_heads not in [declared * m for m in spec.kv_multiples]:
+    if spec.layout == "separate" and shapes[site.names["v.weight"]][rows] != kv_heads * value_dim:
         raise disagree(
-            f"config says {declared} KV heads, k_proj has {k_rows} rows = "
-            f"{kv_heads} heads x head_dim {head_dim}",
-            fix="restore the config that came with these tensors and run convert",
+            f"expected {kv_heads} heads x {value_dim} = {kv_heads * value_dim} rows",
+            where=site.names["v.weight"],
         )
     return Geometry(num_heads, kv_heads, head_dim, value_dim)
 

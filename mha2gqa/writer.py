@@ -1,0 +1,312 @@
+"""Write a checkpoint folder: whole or not at all, unchanged tensors as bytes.
+
+A tensor that does not change is copied as bytes; the folder appears under its name only when complete.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from .checkpoint import DTYPE_NAMES, INDEX, MANIFEST, SINGLE, Checkpoint, TensorInfo, itemsize
+from .errors import CheckpointError, UsageError
+
+_ALIGNMENT = 8  # of the header, as safetensors asks
+
+
+@dataclass(frozen=True)
+class NewTensor:
+    """A tensor that replaces or joins those of the source; made only when its turn to be written comes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    make: Callable[[], Tensor]
+
+
+@dataclass
+class Shard:
+    """One output file: tensor name -> unchanged (`TensorInfo`) or new (`NewTensor`)."""
+
+    name: str
+    entries: dict[str, TensorInfo | NewTensor] = field(default_factory=dict)
+
+
+def entry_nbytes(entry: TensorInfo | NewTensor) -> int:
+    """Bytes an entry takes on disk."""
+    return itemsize(entry.dtype) * torch.Size(entry.shape).numel()
+
+
+def plan_shards(
+    checkpoint: Checkpoint,
+    new: Mapping[str, NewTensor],
+    dropped: Sequence[str] = (),
+    max_shard_size: int | None = None,
+) -> list[Shard]:
+    """Lay the output's tensors out in files: as in the source, or anew where a limit is given.
+
+    Args:
+        checkpoint: The source.
+        new: Tensors that replace those of the same name, or join the file of their neighbours.
+        dropped: Names that the output lacks.
+        max_shard_size: Bytes a file may hold (one tensor may exceed it).
+    """
+    entries: dict[str, TensorInfo | NewTensor] = {}
+    home: dict[str, str] = {}
+    last = ""
+    for name, info in checkpoint.tensors.items():
+        if name not in dropped:
+            entries[name], home[name] = new.get(name, info), info.file
+        last = info.file
+    for name in new.keys() - entries.keys():
+        stem = name.rsplit(".", 2)[0]
+        entries[name] = new[name]
+        home[name] = next(
+            (home[other] for other in entries if other in home and other.startswith(stem + ".")), last
+        )
+    regroup = max_shard_size is not None or checkpoint.is_bin
+    if not regroup:
+        shards = [
+            Shard(file, {n: e for n, e in entries.items() if home[n] == file}) for file in checkpoint.files
+        ]
+        shards = [shard for shard in shards if shard.entries]
+        return shards if len(shards) > 1 else [Shard(SINGLE, shards[0].entries)]
+    shards, size = [Shard("")], 0
+    for name in sorted(entries, key=lambda n: checkpoint.files.index(home[n])):
+        nbytes = entry_nbytes(entries[name])
+        if shards[-1].entries and size + nbytes > (max_shard_size or 5 * 10**9):
+            shards.append(Shard(""))
+            size = 0
+        shards[-1].entries[name] = entries[name]
+        size += nbytes
+    for i, shard in enumerate(shards):
+        shard.name = SINGLE if len(shards) == 1 else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
+    return shards
+
+
+def write_shards(
+    checkpoint: Checkpoint, shards: Sequence[Shard], out: Path, progress: Callable[[int], None] | None = None
+) -> None:
+    """Write every shard and the index into the folder `out`, synced to disk.
+
+    Args:
+        checkpoint: Source of the unchanged tensors.
+        shards: From `plan_shards`.
+        out: An existing folder.
+        progress: Called with the bytes just written.
+    """
+    for shard in shards:
+        _write_shard(checkpoint, shard, out / shard.name, progress)
+    if len(shards) > 1 or shards[0].name != SINGLE:
+        entries = [entry for shard in shards for entry in shard.entries.values()]
+        index = {
+            "metadata": {
+                "total_parameters": sum(torch.Size(e.shape).numel() for e in entries),
+                "total_size": sum(entry_nbytes(e) for e in entries),
+            },
+            "weight_map": dict(sorted((name, shard.name) for shard in shards for name in shard.entries)),
+        }
+        write_text(out / INDEX, json.dumps(index, indent=2) + "\n")
+
+
+def _write_shard(
+    checkpoint: Checkpoint, shard: Shard, path: Path, progress: Callable[[int], None] | None
+) -> None:
+    # Widest dtypes first, as safetensors does, so that every tensor stays aligned; stable otherwise.
+    ordered = sorted(shard.entries.items(), key=lambda item: -itemsize(item[1].dtype))
+    header: dict[str, Any] = {"__metadata__": checkpoint.metadata}
+    offset = 0
+    for name, entry in ordered:
+        end = offset + entry_nbytes(entry)
+        header[name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for run in _runs(checkpoint, ordered):
+            if isinstance(run, tuple):
+                written = _copy_range(checkpoint.path / run[0], run[1], run[2], file)
+            else:
+                written = _write_tensor(file, checkpoint, run, shard.entries[run])
+            if progress:
+                progress(written)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _runs(
+    checkpoint: Checkpoint, ordered: Sequence[tuple[str, TensorInfo | NewTensor]]
+) -> Iterator[str | tuple[str, int, int]]:
+    """Names to write one by one, or `(file, begin, end)` for neighbours copied in one piece."""
+    pending: tuple[str, int, int] | None = None
+    for name, entry in ordered:
+        if isinstance(entry, NewTensor) or checkpoint.is_bin:
+            if pending:
+                yield pending
+            pending = None
+            yield name
+        elif pending and pending[0] == entry.file and pending[2] == entry.begin:
+            pending = (pending[0], pending[1], entry.end)
+        else:
+            if pending:
+                yield pending
+            pending = (entry.file, entry.begin, entry.end)
+    if pending:
+        yield pending
+
+
+def _copy_range(source: Path, begin: int, end: int, target: BinaryIO) -> int:
+    target.flush()
+    with source.open("rb") as file:
+        position = begin
+        while position < end:
+            try:
+                count = os.copy_file_range(
+                    file.fileno(), target.fileno(), min(end - position, 1 << 30), position
+                )
+            except (AttributeError, OSError):
+                count = 0  # another file system, or not Linux: through a buffer
+            if count == 0:
+                file.seek(position)
+                chunk = file.read(min(end - position, 1 << 24))
+                if not chunk:
+                    raise CheckpointError("ends too early", where=source, fix="download it again")
+                target.write(chunk)
+                target.flush()
+                count = len(chunk)
+            position += count
+    target.seek(0, os.SEEK_END)
+    return end - begin
+
+
+def _write_tensor(file: BinaryIO, checkpoint: Checkpoint, name: str, entry: TensorInfo | NewTensor) -> int:
+    tensor = entry.make() if isinstance(entry, NewTensor) else checkpoint.read(name)
+    if tuple(tensor.shape) != tuple(entry.shape) or DTYPE_NAMES[tensor.dtype] != entry.dtype:
+        raise AssertionError(
+            f"{name}: made {tensor.dtype} {tuple(tensor.shape)}, planned {entry.dtype} {entry.shape}"
+        )
+    if isinstance(entry, NewTensor) and tensor.is_floating_point() and not torch.isfinite(tensor).all():
+        raise CheckpointError(
+            "NaN or infinity in the result",
+            where=name,
+            fix="check that tensor in the source; fp16 sources can overflow, try bf16 or fp32",
+        )
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    file.write(flat.numpy().data)
+    return flat.numel()
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write `text` and sync it to disk."""
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def copy_side_files(checkpoint: Checkpoint, out: Path) -> list[str]:
+    """Copy everything that is no weight, byte for byte; returns the names."""
+    names = checkpoint.side_files()
+    for name in names:
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(checkpoint.path / name, out / name)
+    return [str(name) for name in names]
+
+
+def check_output(source: Path | None, out: Path, force: bool) -> None:
+    """Refuse an output folder that would lose or shadow something, before any work.
+
+    Raises:
+        UsageError: OUT is not empty (and not ours under `--force`), or lies inside SOURCE or around it.
+    """
+    where = out.resolve()
+    if source is not None:
+        root = source.resolve()
+        if where == root or root in where.parents:
+            raise UsageError("lies inside SOURCE", where=out, fix="choose another output folder")
+        if where in root.parents:
+            raise UsageError("contains SOURCE", where=out, fix="choose another output folder")
+    if out.is_file():
+        raise UsageError("is a file", where=out, fix="choose another output folder")
+    if out.is_dir() and any(out.iterdir()):
+        if not force:
+            raise UsageError(
+                "is not empty", where=out, fix="choose another folder, or --force to replace our own output"
+            )
+        if not (out / MANIFEST).exists():
+            raise UsageError(
+                f"holds no {MANIFEST}, so it is not ours to replace",
+                where=out,
+                fix="remove it yourself or choose another folder",
+            )
+
+
+def check_space(out: Path, needed: int) -> None:
+    """Refuse to start what the disk cannot hold.
+
+    Raises:
+        CheckpointError: Fewer than `needed` bytes are free beside `out`.
+    """
+    parent = next(p for p in (out.resolve(), *out.resolve().parents) if p.exists())
+    free = shutil.disk_usage(parent).free
+    if free < needed:
+        raise CheckpointError(
+            f"{needed / 1e9:.1f} GB needed, {free / 1e9:.1f} GB free",
+            where=parent,
+            fix="free some space or choose another disk",
+        )
+
+
+@contextmanager
+def publish(out: Path, force: bool = False) -> Iterator[Path]:
+    """A folder beside `out` to fill; it becomes `out` by one rename if the block ends well, else it goes.
+
+    A killed process leaves at most a folder called `OUT.partial-…`, never a half-written `out`.
+    """
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = out.parent / f"{out.name}.partial-{os.getpid()}"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    try:
+        yield partial
+        _sync_folder(partial)
+        replaced = None
+        if out.exists():
+            if force and any(out.iterdir()):
+                replaced = out.parent / f"{out.name}.replaced-{os.getpid()}"
+                out.rename(replaced)
+            else:
+                out.rmdir()
+        partial.rename(out)
+        _sync_folder(out.parent)
+        if replaced:
+            shutil.rmtree(replaced)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise CheckpointError(
+            f"cannot be written ({error.strerror or error})",
+            where=error.filename or out,
+            fix="nothing was published; free space or fix permissions and run again",
+        ) from error
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _sync_folder(path: Path) -> None:
+    with suppress(OSError):  # some file systems cannot sync a folder
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

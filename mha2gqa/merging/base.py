@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from torch import Tensor
+
 from ..architectures.spec import AttentionSpec
 from ..heads import AttentionWeights, Grouping
 
@@ -22,12 +24,15 @@ class MergeContext:
         rotary: Number of rotary dims of a key head (0 without RoPE).
         statistics: Moments of this attention module on calibration text; None without text.
         seed: For methods that draw numbers; differs per module.
+        gains: Weights of the per-head norms on q and k, `[d]` each, shared by all heads; empty if the
+            module has none or they were not read.
     """
 
     spec: AttentionSpec
     rotary: int
     statistics: SiteStatistics | None = None
     seed: int = 0
+    gains: tuple[Tensor, ...] = ()
 
 
 @dataclass(frozen=True)

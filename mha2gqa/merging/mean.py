@@ -11,10 +11,12 @@ from ..heads import AttentionWeights, Grouping, permute_queries, pool, pool_extr
 from .base import MergeContext, Merged
 
 
-def _pooled(
+def pooled(
     weights: AttentionWeights, grouping: Grouping, context: MergeContext, how: str
 ) -> AttentionWeights:
-    def pooled(x: Tensor | None) -> Tensor | None:
+    """Query heads moved to their groups; K/V heads and their extras pooled (`mean` or `first`)."""
+
+    def maybe(x: Tensor | None) -> Tensor | None:
         return None if x is None else pool(x, grouping, how)
 
     order = query_order(grouping, weights.num_heads // weights.num_kv_heads)
@@ -23,20 +25,20 @@ def _pooled(
         moved,
         k=pool(weights.k, grouping, how),
         v=pool(weights.v, grouping, how),
-        k_bias=pooled(weights.k_bias),
-        v_bias=pooled(weights.v_bias),
+        k_bias=maybe(weights.k_bias),
+        v_bias=maybe(weights.v_bias),
         kv_extras=pool_extras(context.spec, weights.kv_extras, grouping, how),
     )
 
 
 def mean(weights: AttentionWeights, grouping: Grouping, context: MergeContext) -> Merged:
     """Average the heads of each group (Ainslie et al. 2023, section 2.2), accumulated in float64."""
-    return Merged(_pooled(weights, grouping, context, "mean"))
+    return Merged(pooled(weights, grouping, context, "mean"))
 
 
 def first(weights: AttentionWeights, grouping: Grouping, context: MergeContext) -> Merged:
     """Keep the first head of each group and drop the others."""
-    return Merged(_pooled(weights, grouping, context, "first"))
+    return Merged(pooled(weights, grouping, context, "first"))
 
 
 def random(weights: AttentionWeights, grouping: Grouping, context: MergeContext) -> Merged:
@@ -50,4 +52,4 @@ def random(weights: AttentionWeights, grouping: Grouping, context: MergeContext)
         shape = (len(grouping), *x.shape[1:])
         return (torch.randn(shape, generator=generator) * x.float().std().cpu()).to(x)
 
-    return Merged(replace(_pooled(weights, grouping, context, "mean"), k=draw(weights.k), v=draw(weights.v)))
+    return Merged(replace(pooled(weights, grouping, context, "mean"), k=draw(weights.k), v=draw(weights.v)))

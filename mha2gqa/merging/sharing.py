@@ -1,0 +1,325 @@
+"""One attention module as two sharing problems, keys and values, with the freedom its architecture grants."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ..heads import AttentionWeights, Grouping, plane_index
+from .base import MergeContext
+from .mean import pooled
+from .moments import augmented, centred, key_moment, query_moment, value_moment
+from .problems import (
+    LinearProblem,
+    MeanProblem,
+    OrthogonalProblem,
+    PlaneProblem,
+    Problem,
+    UnitPlaneProblem,
+)
+
+Freedom = Literal["full", "rigid"]  # rigid: rotations only, unweighted (the Procrustes baseline)
+
+
+@dataclass(frozen=True)
+class KeyPart:
+    """A problem over some dims of the key heads, in the order the problem lays them out."""
+
+    dims: list[int]
+    problem: Problem
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """What it costs the heads of a module to share, and how to do it.
+
+    Args:
+        weights: The module.
+        context: Spec, moments.
+        keys: Independent parts of the key heads (rotated planes; dims that are not rotated).
+        values: The value problem.
+        frame: `[K, r D, e]` output blocks of each KV head's queries; a value solution's maps act on it.
+        queries: `[H, d, n]` effective query functionals.
+        folds: Whether a value's constant part may move into the output bias.
+        notes: What was granted less than the method would like, and why.
+    """
+
+    weights: AttentionWeights
+    context: MergeContext
+    keys: tuple[KeyPart, ...]
+    values: Problem
+    frame: Tensor
+    queries: Tensor
+    folds: bool
+    notes: tuple[str, ...] = ()
+    totals: tuple[float, float] = field(init=False)
+
+    def __post_init__(self) -> None:
+        keys = sum(part.problem.energy for part in self.keys)
+        object.__setattr__(self, "totals", (keys or 1.0, self.values.energy or 1.0))
+
+    def pairs(self) -> Tensor:
+        """`[K, K]` cost of pairs: share of the key energy plus share of the value energy lost."""
+        keys = torch.stack([part.problem.pairs() for part in self.keys]).sum(0)
+        return keys / self.totals[0] + self.values.pairs() / self.totals[1]
+
+    def cost(self, group: Sequence[int]) -> float:
+        """The same for one group of any size, exactly."""
+        if len(group) < 2:
+            return 0.0
+        keys = sum(part.problem.cost(group) for part in self.keys)
+        return keys / self.totals[0] + self.values.cost(group) / self.totals[1]
+
+    def residual(self, grouping: Grouping) -> float:
+        """Mean of the lost shares of key and value energy: 0 lossless, 1 nothing kept."""
+        return sum(self.cost(group) for group in grouping) / 2
+
+
+Finish = Callable[[Sharing, Grouping, Tensor, Tensor, AttentionWeights], AttentionWeights]
+
+
+def _has_sinks(weights: AttentionWeights) -> bool:
+    return any("sink" in name for name in weights.query_extras)
+
+
+def _value_problem(
+    weights: AttentionWeights, context: MergeContext, freedom: Freedom, folds: bool
+) -> tuple[Problem, Tensor]:
+    heads = weights.num_kv_heads
+    rows = augmented(weights.v, weights.v_bias)
+    moment = value_moment(weights, context)
+    moment = centred(moment) if folds else moment
+    blocks = weights.o.to(torch.float64)  # [H, D, e] -> [K, r D, e]
+    blocks = blocks.reshape(heads, -1, blocks.shape[-1])
+    symmetry = context.spec.value_symmetry
+    if symmetry == "none":
+        return MeanProblem(rows, moment), blocks
+    if freedom == "rigid" or symmetry == "orthogonal":
+        loudness = blocks.square().sum((1, 2)) if freedom == "full" else blocks.new_ones(heads)
+        return OrthogonalProblem(rows, moment, loudness), blocks
+    frame, left = torch.linalg.qr(blocks)
+    return LinearProblem(left, rows, moment), frame
+
+
+def _root(moment: Tensor) -> tuple[Tensor, Tensor]:
+    """Symmetric square roots of `[K, R, R]` and their inverses, zero where a head is dead."""
+    mean = moment.diagonal(dim1=1, dim2=2).mean(1)[:, None]
+    values, vectors = torch.linalg.eigh(moment)
+    values = (values.clamp_min(0) + 1e-9 * mean).sqrt()
+    inverse = torch.where(values > 0, 1 / torch.where(values > 0, values, 1.0), 0.0)
+    return (vectors * values[:, None]) @ vectors.mT, (vectors * inverse[:, None]) @ vectors.mT
+
+
+def _gain(extras: Mapping[str, Tensor], name: str) -> Tensor | None:
+    """A full-width norm's gains per head, `[heads, d, 1]`."""
+    found = next((x for key, x in extras.items() if key.startswith(name)), None)
+    return None if found is None else found.to(torch.float64)[:, :, None]
+
+
+def effective_rows(weights: AttentionWeights, context: MergeContext) -> tuple[Tensor, Tensor]:
+    """Query `[H, d, n]` and key `[K, d, n]` functionals, with the gains of a full-width norm in them."""
+    queries, keys = augmented(weights.q, weights.q_bias), augmented(weights.k, weights.k_bias)
+    if context.spec.key_symmetry != "phases":
+        return queries, keys
+    q_gain, k_gain = _gain(weights.query_extras, "q_norm"), _gain(weights.kv_extras, "k_norm")
+    return queries if q_gain is None else queries * q_gain, keys if k_gain is None else keys * k_gain
+
+
+def _head_normalised(rows: Tensor, moment: Tensor) -> Tensor:
+    """`[heads, d, n]` scaled to unit RMS per head: what a per-head norm makes of them, on average."""
+    energy = ((rows @ moment) * rows).sum((1, 2), keepdim=True) / rows.shape[1]
+    return torch.where(energy > 0, rows / energy.clamp_min(1e-300).sqrt(), rows)
+
+
+def _rotatable(
+    context: MergeContext, first: list[int], second: list[int], like: Tensor
+) -> tuple[Tensor, str]:
+    """Which planes have one gain in both norms, and a note if some have not."""
+    symmetry = context.spec.key_symmetry
+    if symmetry != "plane_rotations":
+        return torch.full((len(first),), symmetry != "none", device=like.device), ""
+    if not context.gains:
+        return torch.zeros(len(first), dtype=torch.bool, device=like.device), (
+            "keys: gains of the per-head norm unknown, sign flips only"
+        )
+    good = torch.ones(len(first), dtype=torch.bool, device=like.device)
+    for gains in context.gains:
+        g = gains.to(like.device, torch.float64).flatten()
+        good &= (g[first] - g[second]).abs() <= 1e-3 * (g[first].abs() + g[second].abs())
+    left_out = int((~good).sum())
+    note = f"keys: {left_out} of {len(first)} planes have unequal gains, sign flips only"
+    return good, note if left_out else ""
+
+
+def _scalable(weights: AttentionWeights, context: MergeContext) -> bool:
+    """Whether a key's amplitude can move into the query (under a full-width norm: through the gains)."""
+    if context.spec.key_symmetry == "phases":
+        both = _gain(weights.query_extras, "q_norm"), _gain(weights.kv_extras, "k_norm")
+        return all(x is not None for x in both)
+    return context.spec.key_symmetry in ("planes", "linear")
+
+
+def _key_parts(
+    weights: AttentionWeights, context: MergeContext, freedom: Freedom, queries: Tensor, keys: Tensor
+) -> tuple[tuple[KeyPart, ...], str]:
+    spec, width = context.spec, keys.shape[1]
+    moment = key_moment(weights, context)
+    every = list(range(width))
+    if spec.key_symmetry == "none" or spec.position == "unknown":
+        reason = "position style unknown" if spec.position == "unknown" else "no symmetry"
+        return (KeyPart(every, MeanProblem(keys, moment)),), f"keys: {reason}, plain mean"
+    if spec.key_symmetry == "plane_rotations":
+        keys, queries = _head_normalised(keys, moment), _head_normalised(queries, moment)
+    energy = query_moment(weights, queries, context)  # [K, d, d]
+    if freedom == "rigid":
+        energy = torch.eye(width, dtype=energy.dtype, device=energy.device).expand_as(energy)
+    first, second, rest = plane_index(spec.position, context.rotary, width)
+    omega = energy.diagonal(dim1=1, dim2=2)  # [K, d]
+    parts, note = [], ""
+    if first:
+        planes = torch.complex(keys[:, first], keys[:, second])
+        weight = omega[:, first] + omega[:, second]
+        rotatable, note = _rotatable(context, first, second, planes)
+        problem: Problem
+        if freedom == "full" and _scalable(weights, context):
+            problem = PlaneProblem(planes, weight, moment)
+        else:
+            problem = UnitPlaneProblem(planes, weight, moment, rotatable)
+        parts.append(KeyPart([*first, *second], problem))
+    if rest:
+        parts.append(KeyPart(rest, _rest_problem(weights, context, freedom, keys[:, rest], energy, rest)))
+    return tuple(parts), note
+
+
+def _rest_problem(
+    weights: AttentionWeights,
+    context: MergeContext,
+    freedom: Freedom,
+    keys: Tensor,
+    energy: Tensor,
+    rest: list[int],
+) -> Problem:
+    """The dims of a key that positions do not rotate."""
+    moment = key_moment(weights, context)
+    if not _has_sinks(weights):
+        moment = centred(moment)  # a constant key is invisible to softmax
+    if context.spec.key_symmetry in ("planes", "linear"):
+        if freedom == "rigid":
+            return OrthogonalProblem(keys, moment, keys.new_ones(len(keys)))
+        left, undo = _root(energy[:, rest][:, :, rest])
+        return LinearProblem(left, keys, moment, undo)
+    single = torch.complex(keys, torch.zeros_like(keys))
+    omega = energy.diagonal(dim1=1, dim2=2)[:, rest]
+    fixed = torch.zeros(len(rest), dtype=torch.bool, device=keys.device)
+    return UnitPlaneProblem(single, omega, moment, fixed, single=True)
+
+
+def sharing(weights: AttentionWeights, context: MergeContext, freedom: Freedom = "full") -> Sharing:
+    """State the sharing problems of one module.
+
+    Args:
+        weights: The module, K stored KV heads.
+        context: Spec (the symmetries), rotary dims, moments; without moments the metric of the weights.
+        freedom: `full` uses every symmetry and weighs errors by their effect; `rigid` rotates only.
+
+    Returns:
+        The problems; their tensors are float64 on the device of `weights`.
+    """
+    folds = weights.o_bias is not None and not _has_sinks(weights)
+    queries, keys = effective_rows(weights, context)
+    parts, note = _key_parts(weights, context, freedom, queries, keys)
+    values, frame = _value_problem(weights, context, freedom, folds)
+    notes = [note] if note else []
+    if context.spec.value_symmetry != "linear":
+        notes.append(f"values: symmetry {context.spec.value_symmetry}")
+    return Sharing(weights, context, parts, values, frame, queries, folds, tuple(notes))
+
+
+# --- from solutions back to weights --------------------------------------------------------------------
+
+
+def _solve_keys(problem: Sharing, grouping: Grouping) -> tuple[Tensor, Tensor]:
+    """Shared key functionals `[G, d, n]` and query functionals `[H, d, n]` in source order."""
+    heads, width = problem.weights.num_kv_heads, problem.queries.shape[1]
+    queries = problem.queries.reshape(heads, -1, *problem.queries.shape[1:]).clone()  # [K, r, d, n]
+    shared = queries.new_empty(len(grouping), width, queries.shape[-1])
+    for g, group in enumerate(grouping):
+        members = torch.as_tensor(list(group), device=queries.device)
+        for part in problem.keys:
+            rows, maps = part.problem.solve(group)
+            shared[g, part.dims] = rows
+            moved = maps[:, None] @ queries[members][:, :, part.dims]
+            for i, h in enumerate(group):
+                queries[h][:, part.dims] = moved[i]
+    return shared, queries.flatten(0, 1)
+
+
+def _solve_values(problem: Sharing, grouping: Grouping) -> tuple[Tensor, Tensor]:
+    """Shared value functionals `[G, e, n]` and output blocks `[H, D, e]` in source order."""
+    shared, blocks = [], torch.empty_like(problem.frame)
+    for group in grouping:
+        rows, maps = problem.values.solve(group)
+        shared.append(rows)
+        blocks[list(group)] = problem.frame[list(group)] @ maps
+    return torch.stack(shared), blocks.reshape(problem.weights.o.shape)
+
+
+def _folded_bias(problem: Sharing, values: Tensor, blocks: Tensor, grouping: Grouping) -> Tensor | None:
+    """The output bias that keeps the mean attention output: what centred values left out."""
+    weights = problem.weights
+    if not problem.folds or weights.o_bias is None:
+        return weights.o_bias
+    moment = value_moment(weights, problem.context)
+    mean = moment[:, -1] / moment[-1, -1]  # E[x̃̂]
+    repeat = weights.num_heads // weights.num_kv_heads
+    owner = {h: g for g, group in enumerate(grouping) for h in group}
+    before = (augmented(weights.v, weights.v_bias) @ mean).repeat_interleave(repeat, 0)  # [H, e]
+    after = (values @ mean)[[owner[h // repeat] for h in range(weights.num_heads)]]
+    old = torch.einsum("hde,he->d", weights.o.to(torch.float64), before)
+    new = torch.einsum("hde,he->d", blocks, after)
+    return weights.o_bias.to(torch.float64) + old - new
+
+
+def _cast(rows: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Functionals `[heads, R, n]` as weight and bias in the dtypes of the source."""
+    return rows[:, :, :-1].to(weight.dtype), None if bias is None else rows[:, :, -1].to(bias.dtype)
+
+
+def merge(
+    problem: Sharing,
+    grouping: Grouping,
+    finish: Finish | None = None,
+) -> AttentionWeights:
+    """Solve the sharing problems for `grouping` and write the solution as weights.
+
+    Args:
+        problem: From `sharing`.
+        grouping: G groups of source KV heads.
+        finish: Writes shared keys `[G, d, n]` and queries `[H, d, n]` into the result where they are not
+            simply its rows.
+
+    Returns:
+        G KV heads; query heads re-ordered so that each group's are contiguous; dtypes of the source.
+    """
+    w = problem.weights
+    if len(grouping) == w.num_kv_heads:  # nobody shares: the same numbers, perhaps in another order
+        return pooled(w, grouping, problem.context, "first")
+    keys, queries = _solve_keys(problem, grouping)
+    values, blocks = _solve_values(problem, grouping)
+    bias = _folded_bias(problem, values, blocks, grouping)
+    k, k_bias = _cast(keys, w.k, w.k_bias)
+    v, v_bias = _cast(values, w.v, w.v_bias)
+    q, q_bias = _cast(queries, w.q, w.q_bias)
+    base = replace(
+        pooled(replace(w, q=q, q_bias=q_bias, o=blocks.to(w.o.dtype)), grouping, problem.context, "mean"),
+        k=k,
+        k_bias=k_bias,
+        v=v,
+        v_bias=v_bias,
+        o_bias=None if bias is None or w.o_bias is None else bias.to(w.o_bias.dtype),
+    )
+    return base if finish is None else finish(problem, grouping, keys, queries, base)

@@ -1,0 +1,262 @@
+"""KV-cache arithmetic from a config alone: bytes per token, at a context, per decode step, maximum batch.
+
+No weights are read and torch is not imported. Sizes are those a server needs: every layer's own KV heads
+and head width, sliding windows capped, recurrent and KV-sharing layers free, latent (MLA) caches compressed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from .errors import CheckpointError
+
+DTYPE_BYTES = {"float64": 8, "float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "half": 2}
+
+# Stock classes that accept `num_key_value_heads` and ignore it: they cache every head.
+IGNORE_KV_HEADS = frozenset(
+    {"gpt2", "gpt_neo", "gpt_neox", "gpt_neox_japanese", "gptj", "opt", "bloom", "mpt"}
+)
+MULTI_QUERY = frozenset({"falcon", "gpt_bigcode"})  # `multi_query` caches one head
+NO_CACHE = frozenset({"linear_attention", "mamba", "mamba2", "conv", "recurrent", "rwkv", "moe", "mlp"})
+SLIDING = frozenset({"sliding_attention", "chunked_attention", "hybrid_sliding"})
+
+
+@dataclass(frozen=True)
+class KVLayer:
+    """What one attention module caches for each token.
+
+    Args:
+        heads: KV heads.
+        key_dim: Width of a cached key.
+        value_dim: Width of a cached value (0 where keys and values share one latent).
+        window: Most tokens it keeps, None for all.
+        cross: True for cross-attention, whose tokens are those of the encoder.
+    """
+
+    heads: int
+    key_dim: int
+    value_dim: int
+    window: int | None = None
+    cross: bool = False
+
+    @property
+    def values_per_token(self) -> int:
+        """Numbers cached for one token."""
+        return self.heads * (self.key_dim + self.value_dim)
+
+
+def kv_layers(config: Mapping[str, Any]) -> tuple[KVLayer, ...]:
+    """Every attention module of the decoder, in layer order.
+
+    Args:
+        config: The raw `config.json`. Keys it leaves out take transformers' defaults for its
+            `model_type` where that is known.
+
+    Raises:
+        CheckpointError: Layers or heads cannot be told from it.
+    """
+    nested = config.get("text_config")
+    text = {**nested} if isinstance(nested, Mapping) else {**config}
+    values = _with_defaults(text)
+    if text.get("is_encoder_decoder") or getattr(values, "is_encoder_decoder", False):
+        return _encoder_decoder(text, values)
+    count = _first(values, "num_hidden_layers", "n_layer", "n_layers", "num_layers")
+    layers = []
+    for index, kind in enumerate(_layer_types(values, _positive(count, "num_hidden_layers"))):
+        if kind not in NO_CACHE:
+            own = _layer_values(values, index)
+            window = _window(own) if kind in SLIDING else None
+            layers.append(KVLayer(*_shape(text, own), window=window))
+    return tuple(layers)
+
+
+def kv_bytes_per_token(config: Mapping[str, Any], dtype_bytes: int | None = None) -> int:
+    """Bytes that one more token of one sequence adds to the cache, while no window is full.
+
+    Args:
+        config: The raw `config.json`.
+        dtype_bytes: Bytes of a cached number; None for those of the dtype the config names.
+
+    Returns:
+        Bytes. For an encoder-decoder: of one source token (cross-attention) and one target token.
+
+    Example:
+        >>> kv_bytes_per_token({"model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096,
+        ...                     "num_attention_heads": 32, "num_key_value_heads": 8, "dtype": "bfloat16"})
+        131072
+    """
+    return sum(layer.values_per_token for layer in kv_layers(config)) * _bytes(config, dtype_bytes)
+
+
+def kv_bytes(
+    config: Mapping[str, Any],
+    *,
+    context: int,
+    batch: int = 1,
+    source_context: int | None = None,
+    dtype_bytes: int | None = None,
+) -> int:
+    """Bytes of the cache of `batch` sequences of `context` tokens each.
+
+    Args:
+        config: The raw `config.json`.
+        context: Tokens per sequence.
+        batch: Sequences.
+        source_context: Encoder tokens per sequence, None for as many as `context`.
+        dtype_bytes: As in `kv_bytes_per_token`.
+    """
+    source = context if source_context is None else source_context
+    total = 0
+    for layer in kv_layers(config):
+        tokens = source if layer.cross else context
+        total += layer.values_per_token * (tokens if layer.window is None else min(tokens, layer.window))
+    return total * batch * _bytes(config, dtype_bytes)
+
+
+def max_batch(
+    config: Mapping[str, Any],
+    *,
+    memory_bytes: float,
+    context: int,
+    weight_bytes: int = 0,
+    reserve: float = 0.1,
+    dtype_bytes: int | None = None,
+) -> int:
+    """Most sequences of `context` tokens whose cache fits beside the weights.
+
+    Args:
+        config: The raw `config.json`.
+        memory_bytes: Memory of the GPU.
+        context: Tokens per sequence.
+        weight_bytes: Bytes of the weights.
+        reserve: Fraction of the memory left to activations and the allocator.
+        dtype_bytes: As in `kv_bytes_per_token`.
+
+    Returns:
+        0 when not even one fits.
+    """
+    per_sequence = kv_bytes(config, context=context, dtype_bytes=dtype_bytes)
+    free = memory_bytes * (1 - reserve) - weight_bytes
+    return max(0, int(free // per_sequence)) if per_sequence else 0
+
+
+def decode_step_bytes(
+    config: Mapping[str, Any],
+    *,
+    context: int,
+    batch: int = 1,
+    weight_bytes: int = 0,
+    dtype_bytes: int | None = None,
+) -> int:
+    """Bytes one decode step must move: all weights once, and the cache of every sequence once.
+
+    Divided by the memory bandwidth it is the least time a step can take.
+    """
+    return weight_bytes + kv_bytes(config, context=context, batch=batch, dtype_bytes=dtype_bytes)
+
+
+# --- reading a config ----------------------------------------------------------------------------------
+
+
+def _bytes(config: Mapping[str, Any], given: int | None) -> int:
+    if given is not None:
+        return given
+    for holder in (config, config.get("text_config") or {}):
+        name = holder.get("dtype") or holder.get("torch_dtype")
+        if isinstance(name, str):
+            return DTYPE_BYTES.get(name.removeprefix("torch."), 4)
+    return 4
+
+
+def _with_defaults(text: Mapping[str, Any]) -> Any:
+    """The config as an object: transformers' class for its type, or the bare keys."""
+    from transformers import CONFIG_MAPPING
+
+    model_type = text.get("model_type")
+    if model_type in CONFIG_MAPPING:
+        try:
+            return CONFIG_MAPPING[model_type].from_dict(dict(text))
+        except (ValueError, TypeError, KeyError, ZeroDivisionError) as error:
+            reason = " ".join(str(error).split())
+            raise CheckpointError(f"transformers refuses it ({reason})", where="config.json") from error
+    return SimpleNamespace(**text)
+
+
+def _first(values: Any, *names: str) -> Any:
+    return next((x for name in names if (x := getattr(values, name, None)) is not None), None)
+
+
+def _positive(value: Any, name: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise CheckpointError(
+            f"no usable {name} ({value!r})", where="config.json", fix="restore the config of the model"
+        )
+    return value
+
+
+def _layer_values(values: Any, index: int) -> Any:
+    """Config of one layer where layers differ (`per_layer_config`), else the config."""
+    per_layer = getattr(values, "per_layer_config", None)
+    return values if not per_layer else per_layer[index]
+
+
+def _layer_types(values: Any, count: int) -> list[str]:
+    """Kind of every layer that keeps keys and values of its own; the logic of transformers' caches."""
+    kinds = _first(values, "layer_types", "layers_block_type")
+    if kinds is None:
+        if _first(values, "sliding_window", "attention_chunk_size") is not None:
+            kinds = ["sliding_attention"] * count
+        else:
+            kinds = ["full_attention"] * count
+    kinds = list(kinds)
+    modes = getattr(values, "kv_sharing_modes", None)
+    if modes is not None:
+        return [kind for kind, mode in zip(kinds, modes, strict=True) if mode != "reuse"]
+    return kinds[: count - (getattr(values, "num_kv_shared_layers", None) or 0)]
+
+
+def _window(values: Any) -> int | None:
+    return _first(values, "sliding_window", "attention_chunk_size")
+
+
+def _shape(text: Mapping[str, Any], values: Any) -> tuple[int, int, int]:
+    """`(KV heads, key width, value width)` of one layer."""
+    latent = getattr(values, "kv_lora_rank", None)
+    if latent:  # MLA: one compressed latent and one rotary key, shared by all heads
+        return 1, latent + (getattr(values, "qk_rope_head_dim", None) or 0), 0
+    heads = _positive(_first(values, "num_attention_heads", "n_head", "n_heads", "num_heads"), "head count")
+    width = _first(values, "hidden_size", "n_embd", "d_model")
+    key_dim = _first(values, "head_dim", "attention_head_dim", "kv_channels")
+    key_dim = key_dim or _positive(width, "hidden_size") // heads
+    value_dim = getattr(values, "v_head_dim", None) or key_dim
+    return _kv_heads(text, values, heads), key_dim, value_dim
+
+
+def _kv_heads(text: Mapping[str, Any], values: Any, heads: int) -> int:
+    model_type = text.get("model_type")
+    if model_type in IGNORE_KV_HEADS:
+        return heads
+    if model_type in MULTI_QUERY and not getattr(values, "new_decoder_architecture", False):
+        return 1 if getattr(values, "multi_query", False) else heads
+    found = _first(values, "num_key_value_heads", "num_kv_heads", "n_kv_heads", "multi_query_group_num")
+    return heads if found is None else _positive(found, "num_key_value_heads")
+
+
+def _encoder_decoder(text: Mapping[str, Any], values: Any) -> tuple[KVLayer, ...]:
+    """Self- and cross-attention of every decoder layer (T5, BART, Whisper and their like)."""
+    layers = _positive(_first(values, "decoder_layers", "num_decoder_layers", "num_layers"), "decoder layers")
+    heads = _positive(_first(values, "decoder_attention_heads", "num_heads", "num_attention_heads"), "heads")
+    dim = _first(values, "d_kv", "head_dim")
+    dim = dim or _positive(_first(values, "d_model", "hidden_size"), "d_model") // heads
+    # Stock classes know no KV-head count (Whisper's is an alias of the *encoder's* heads); a class
+    # exported beside its checkpoint has a type of its own, or maps to its code.
+    from transformers import CONFIG_MAPPING
+
+    if text.get("model_type") not in CONFIG_MAPPING or "auto_map" in text:
+        named = text.get("decoder_num_key_value_heads") or text.get("num_key_value_heads")
+        heads = heads if named is None else _positive(named, "num_key_value_heads")
+    pair = (KVLayer(heads, dim, dim), KVLayer(heads, dim, dim, cross=True))
+    return pair * layers

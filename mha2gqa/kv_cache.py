@@ -175,7 +175,7 @@ def _with_defaults(text: Mapping[str, Any]) -> Any:
     """The config as an object: transformers' class for its type, or the bare keys."""
     from transformers import CONFIG_MAPPING
 
-    model_type = text.get("model_type")
+    model_type = str(text.get("model_type"))
     if model_type in CONFIG_MAPPING:
         try:
             return CONFIG_MAPPING[model_type].from_dict(dict(text))

@@ -39,7 +39,7 @@ TYPES: dict[str, dict[str, Any]] = {
     "gemma3_text": {"head_dim": 16, "sliding_window": 6},
     "cohere2": {"sliding_window": 6},
     "phi": {},
-    "stablelm": {},
+    "stablelm": {"partial_rotary_factor": 0.5},
     "olmo2": {},
     "starcoder2": {"sliding_window": 6},
     "gpt_neox": {},

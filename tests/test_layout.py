@@ -30,6 +30,8 @@ LAYERS = [
     "calibration",
     "grouping",
     "merging",
+    "planning",
+    "inmemory",
     "reconstruct",
     "verification",
     "conversion",

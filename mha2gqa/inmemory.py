@@ -1,0 +1,121 @@
+"""Convert models and state dicts that are in memory already."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .architectures import AttentionSpec, config_changes, find_spec
+from .planning import Groupings, Plan, SiteRewriter, plan_for_spec
+
+
+def convert_state_dict(
+    state_dict: Mapping[str, Tensor],
+    spec: AttentionSpec,
+    groups: int,
+    *,
+    num_heads: int,
+    head_dim: int | None = None,
+    method: str = "mean",
+    groupings: Groupings | None = None,
+    seed: int = 0,
+) -> dict[str, Tensor]:
+    """Convert a model of your own, described by its own spec.
+
+    Args:
+        state_dict: Name -> tensor.
+        spec: Where its attention is (`modules`, `q`, `k`, `v`, `o`, layout, positions).
+        groups: KV heads G to reach.
+        num_heads: Query heads H.
+        head_dim: Width of a head; rows of q over H where None.
+        method: A key of `MERGERS`.
+        groupings: Which heads share, by module path; neighbours by default.
+        seed: For methods that draw numbers.
+
+    Returns:
+        A new dict; tensors that do not change are the same objects.
+
+    Example:
+        >>> spec = AttentionSpec(modules=(("self", "blocks.{layer}.attn"),), q="q_linear", k="k_linear",
+        ...                      v="v_linear", o="o_linear")
+        >>> new = convert_state_dict(model.state_dict(), spec, 2, num_heads=8)  # doctest: +SKIP
+    """
+    config: dict[str, Any] = {spec.heads_key: num_heads}
+    if head_dim is not None:
+        config[spec.head_dim_key] = head_dim
+    return _convert_tensors(state_dict, spec, config, groups, method, groupings, seed)[0]
+
+
+def _convert_tensors(
+    state_dict: Mapping[str, Tensor],
+    spec: AttentionSpec,
+    config: Mapping[str, Any],
+    groups: int,
+    method: str,
+    groupings: Groupings | None,
+    seed: int,
+) -> tuple[dict[str, Tensor], Plan]:
+    shapes = {name: tuple(x.shape) for name, x in state_dict.items()}
+    plan = plan_for_spec(spec, config, shapes, groups, method, groupings, seed)
+    out = dict(state_dict)
+    for site in plan.sites:
+        rewriter = SiteRewriter(plan, site, shapes, state_dict.__getitem__)
+        out |= {name: rewriter.take(role) for role, name in rewriter.names.items()}
+        for name in rewriter.lost:
+            del out[name]
+    return out, plan
+
+
+def convert_model(
+    model: Any,
+    groups: int,
+    *,
+    method: str = "mean",
+    groupings: Groupings | None = None,
+    seed: int = 0,
+) -> Any:
+    """Convert a model in memory; the given one stays as it is.
+
+    Args:
+        model: A `transformers` model of a supported architecture.
+        groups: KV heads G to reach.
+        method: A key of `MERGERS`.
+        groupings: Which heads share, by module path; neighbours by default.
+        seed: For methods that draw numbers.
+
+    Returns:
+        A working model of the same class with its own tensors, in eval mode.
+    """
+    config = json.loads(model.config.to_json_string(use_diff=False))
+    spec = find_spec(config)
+    state, plan = _convert_tensors(model.state_dict(), spec, config, groups, method, groupings, seed)
+    num_heads = plan.sites[0].geometry.num_heads
+    return rebuild(model, config_changes(spec, config, num_heads, plan.num_kv_heads[1]), state)
+
+
+def rebuild(model: Any, changes: Mapping[tuple[str, ...], Any], state: Mapping[str, Tensor]) -> Any:
+    """A model of the same class under a changed config, holding copies of `state`."""
+    config = copy.deepcopy(model.config)
+    for (*parents, key), value in changes.items():
+        node = config
+        for parent in parents:
+            node = node[parent] if isinstance(node, dict) else getattr(node, parent)
+        setattr(node, key, value)
+    with torch.device("meta"):
+        new = type(model)(config)
+    new.load_state_dict({name: x.detach().clone() for name, x in state.items()}, assign=True, strict=True)
+    buffers = dict(model.named_buffers())  # those that are not saved (RoPE tables) do not depend on K
+    for name, buffer in list(new.named_buffers()):
+        if buffer.is_meta:
+            owner, _, leaf = name.rpartition(".")
+            new.get_submodule(owner).register_buffer(leaf, buffers[name].clone(), persistent=False)
+    if hasattr(new, "tie_weights"):
+        new.tie_weights()
+    if hasattr(model, "generation_config"):
+        new.generation_config = copy.deepcopy(model.generation_config)
+    return new.eval()

@@ -1,0 +1,300 @@
+"""What a conversion will do, decided from the config and the shapes; and the doing, one module at a time."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import heads
+from .architectures import (
+    AttentionSite,
+    AttentionSpec,
+    Geometry,
+    config_changes,
+    find_sites,
+    find_spec,
+    lookup,
+    plan_groups,
+    rotary_dim,
+)
+from .architectures import geometry as site_geometry
+from .checkpoint import edit_config
+from .errors import UnsupportedModelError, UsageError
+from .merging import MERGERS, MergeContext, Merged
+
+POOLING = ("mean", "first", "random")  # touch only k, v and their extras
+Groupings = Mapping[str, heads.Grouping]  # by site path
+
+
+@dataclass(frozen=True)
+class Site:
+    """One attention module and what becomes of it."""
+
+    site: AttentionSite
+    geometry: Geometry
+    grouping: tuple[tuple[int, ...], ...]
+
+    @property
+    def kept(self) -> bool:
+        """Whether the module stays as it is."""
+        return len(self.grouping) == self.geometry.num_kv_heads and not self.reordered
+
+    @property
+    def reordered(self) -> bool:
+        """Whether query heads move."""
+        return [h for group in self.grouping for h in group] != list(range(self.geometry.num_kv_heads))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All decisions of a conversion; no tensor has been read.
+
+    Args:
+        spec: The architecture.
+        sites: Every attention module.
+        num_kv_heads: `(before, after)`.
+        config: The raw config to write.
+        method: Merging method.
+        warnings: What the user should know before converting.
+    """
+
+    spec: AttentionSpec
+    sites: tuple[Site, ...]
+    num_kv_heads: tuple[int, int]
+    config: dict[str, Any]
+    method: str
+    seed: int = 0
+    warnings: tuple[str, ...] = ()
+
+
+def plan_sites(
+    spec: AttentionSpec, config: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]
+) -> list[tuple[AttentionSite, Geometry]]:
+    """Every attention module with its head counts, all checked against the config.
+
+    Raises:
+        UnsupportedModelError: No attention module is found.
+        CheckpointError: Tensors and config disagree, or attention layers are missing.
+    """
+    sites = find_sites(spec, shapes)
+    if not sites:
+        raise UnsupportedModelError(
+            "no attention projections under the expected names",
+            where=f"model_type {config.get('model_type')!r}",
+            fix="this is not a checkpoint as transformers saves it",
+        )
+    return [(site, site_geometry(spec, config, site, shapes)) for site in sites]
+
+
+def plan_conversion(
+    config: Mapping[str, Any],
+    shapes: Mapping[str, Sequence[int]],
+    groups: int,
+    *,
+    method: str = "mean",
+    groupings: Groupings | None = None,
+    seed: int = 0,
+) -> Plan:
+    """Decide everything about a conversion from the config and the tensor shapes alone.
+
+    Args:
+        config: Raw `config.json`.
+        shapes: Shape by tensor name.
+        groups: KV heads G to reach; must divide the current number.
+        method: A key of `MERGERS`.
+        groupings: Which heads share, by module path; neighbours where absent.
+        seed: For methods that draw numbers.
+
+    Raises:
+        UnsupportedModelError, UsageError, CheckpointError: Before anything is written.
+    """
+    quantised = config.get("quantization_config")
+    if quantised:
+        name = quantised.get("quant_method", "unknown method") if isinstance(quantised, dict) else quantised
+        raise UnsupportedModelError(
+            f"quantised checkpoint ({name})",
+            where="config.json",
+            fix="convert the full-precision model first",
+        )
+    return plan_for_spec(find_spec(config), config, shapes, groups, method, groupings, seed)
+
+
+def plan_for_spec(
+    spec: AttentionSpec,
+    config: Mapping[str, Any],
+    shapes: Mapping[str, Sequence[int]],
+    groups: int,
+    method: str,
+    groupings: Groupings | None,
+    seed: int,
+) -> Plan:
+    """`plan_conversion` for a spec that is already known."""
+    if method not in MERGERS:
+        raise UsageError(f"no method {method!r}", where="--method", fix=f"choose one of {', '.join(MERGERS)}")
+    found = plan_sites(spec, config, shapes)
+    geometries = [geometry for _, geometry in found]
+    targets = plan_groups(spec, config, geometries, groups)
+    sites = tuple(
+        Site(site, geometry, _grouping(site, geometry, target, groupings))
+        for (site, geometry), target in zip(found, targets, strict=True)
+    )
+    before = max(geometry.num_kv_heads for geometry in geometries)
+    changes = config_changes(spec, config, geometries[0].num_heads, groups)
+    notes = [spec.note] if spec.note else []
+    target = spec.target(geometries[0].num_heads, groups)
+    if target is not None and target.note:
+        notes.append(target.note)
+    if groups == before:
+        notes.append(f"the model already has {groups} KV heads: the output is a verified copy")
+    if ("pretraining_tp",) in changes:
+        notes.append("pretraining_tp is set to 1: sliced projections would count the wrong heads")
+    if lookup(spec.text_config(config), spec.kv_heads_keys[0]) is None and not spec.variants:
+        notes.append(f"{spec.kv_heads_keys[0]} was absent: {before} KV heads are read off the tensors")
+    return Plan(spec, sites, (before, groups), edit_config(config, changes), method, seed, tuple(notes))
+
+
+def _grouping(
+    site: AttentionSite, geometry: Geometry, groups: int, groupings: Groupings | None
+) -> tuple[tuple[int, ...], ...]:
+    if groupings is None:
+        return heads.neighbours(geometry.num_kv_heads, groups)
+    try:
+        grouping = tuple(tuple(int(h) for h in group) for group in groupings[site.path])
+    except KeyError:
+        raise UsageError(f"no entry for {site.path}", where="--grouping", fix="list every module") from None
+    size = geometry.num_kv_heads // groups
+    whole = sorted(h for group in grouping for h in group) == list(range(geometry.num_kv_heads))
+    if not whole or [len(group) for group in grouping] != [size] * groups:
+        raise UsageError(
+            f"not {groups} groups of {size} that hold each head once",
+            where=f"--grouping {site.path}",
+            fix="write G lists of equal length",
+        )
+    return grouping
+
+
+def merge_site(
+    plan: Plan, site: Site, tensors: Mapping[str, Tensor], context: MergeContext | None = None
+) -> tuple[dict[str, Tensor], Merged]:
+    """One attention module, by role, before -> after.
+
+    Args:
+        plan: The conversion.
+        site: The module.
+        tensors: Role -> tensor as stored.
+        context: What the method may know; weights only where None.
+
+    Returns:
+        Role -> tensor to store, and the merged module.
+    """
+    weights = heads.split(plan.spec, site.geometry, tensors)
+    if site.kept:
+        return dict(tensors), Merged(weights, residual=0.0)
+    if context is None:
+        rotary = rotary_dim(plan.spec, plan.config, site.geometry.head_dim, site.site.layer)
+        context = MergeContext(plan.spec, rotary, seed=site_seed(plan, site))
+    merged = MERGERS[plan.method](weights, site.grouping, context)
+    return heads.unsplit(plan.spec, merged.weights), merged
+
+
+def site_seed(plan: Plan, site: Site) -> int:
+    """A seed of its own for every module, the same in every run."""
+    return plan.seed * 1_000_003 + [s.site.path for s in plan.sites].index(site.site.path)
+
+
+def site_changes(
+    plan: Plan, site: Site, shapes: Mapping[str, Sequence[int]]
+) -> tuple[dict[str, tuple[int, ...]], list[str]]:
+    """What a conversion does to a module's tensors; those not named are copied as bytes.
+
+    The shapes are found by pooling on the meta device, so that no layout is described twice.
+
+    Returns:
+        Role -> new shape of each changed tensor, and the roles that vanish (one tensor per lost head).
+    """
+    if site.kept:
+        return {}, []
+    names = site.site.names
+    empty = {role: torch.empty(tuple(shapes[name]), device="meta") for role, name in names.items()}
+    weights = heads.split(plan.spec, site.geometry, empty)
+    pooled = MERGERS["mean"](weights, site.grouping, MergeContext(plan.spec, 0)).weights
+    stored = {role: tuple(x.shape) for role, x in heads.unsplit(plan.spec, pooled).items()}
+    shared = {f"{norm}.{leaf}" for norm in plan.spec.qk_norm for leaf in ("weight", "bias")}
+    lost = [role for role in names if role not in stored and role not in shared]
+    if plan.method in POOLING and not site.reordered:
+        kv = set(weights.kv_extras)
+        moved = {r for r in stored if r.startswith(("k.", "v.", "qkv."))} | {
+            r for r in stored if _template(r) in kv
+        }
+        stored = {role: shape for role, shape in stored.items() if role in moved}
+    return stored, lost
+
+
+def _template(role: str) -> str:
+    """An extra's name with its head number blanked, as the spec has it."""
+    return re.sub(r"\.\d+\.", ".{head}.", role)
+
+
+class SiteRewriter:
+    """Merges a module when the first of its tensors is due, and lets go of each once it is taken.
+
+    Args:
+        plan: The conversion.
+        site: The module.
+        shapes: Shape of every tensor of the source by name.
+        read: Name -> tensor.
+    """
+
+    def __init__(
+        self, plan: Plan, site: Site, shapes: Mapping[str, Sequence[int]], read: Callable[[str], Tensor]
+    ) -> None:
+        self.plan, self.site, self.read = plan, site, read
+        self.shapes, self._lost = site_changes(plan, site, shapes)
+        self._pending: dict[str, Tensor] = {}
+        self.report: dict[str, Any] = {}
+
+    @property
+    def names(self) -> dict[str, str]:
+        """Role -> name of every tensor that changes."""
+        return {role: self.site.site.names[role] for role in self.shapes}
+
+    @property
+    def lost(self) -> list[str]:
+        """Names of the tensors that vanish."""
+        return [self.site.site.names[role] for role in self._lost]
+
+    def take(self, role: str) -> Tensor:
+        """The new tensor of a role; each can be taken once."""
+        if role not in self._pending:
+            before = {role: self.read(name) for role, name in self.site.site.names.items()}
+            after, merged = merge_site(self.plan, self.site, before)
+            self._pending = {role: after[role] for role in self.shapes}
+            self.report = layer_report(self.plan, self.site, before, merged)
+        return self._pending.pop(role)
+
+
+def layer_report(plan: Plan, site: Site, before: Mapping[str, Tensor], merged: Merged) -> dict[str, Any]:
+    """What the user is told of one module.
+
+    `norm_ratio` is the RMS norm of the new key (value) heads over that of the old: 1 where heads agree,
+    1/sqrt(group size) where they are unrelated and cancel.
+    """
+    source = heads.split(plan.spec, site.geometry, before)
+    ratio = {
+        name: float(new.float().square().mean().sqrt() / old.float().square().mean().sqrt().clamp_min(1e-30))
+        for name, new, old in (("k", merged.weights.k, source.k), ("v", merged.weights.v, source.v))
+    }
+    return {
+        "path": site.site.path,
+        "layer": site.site.layer,
+        "grouping": [list(group) for group in site.grouping],
+        "regrouped": site.reordered,
+        "residual": merged.residual,
+        "norm_ratio": {name: round(value, 4) for name, value in ratio.items()},
+        "notes": list(merged.notes),
+    }

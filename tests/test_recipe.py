@@ -24,6 +24,7 @@ uptrain:
   alpha: 0.05
   original_tokens: 2T
   learning_rate: 1e-5
+  adam_beta2: 0.95
 """
 
 
@@ -37,7 +38,11 @@ def test_reads_values_as_their_types(tmp_path: Path) -> None:
     assert recipe.convert.groups == 8 and recipe.convert.calibration == ("text.jsonl",)
     assert recipe.evaluate.data == ("a.jsonl", "b.txt")
     assert recipe.uptrain is not None and recipe.uptrain.original_tokens == 2_000_000_000_000
-    assert recipe.uptrain.training == {"learning_rate": 1e-5}  # YAML 1.1 alone would give the text '1e-5'
+    assert recipe.uptrain.learning_rate == 1e-5  # YAML 1.1 alone would give the text '1e-5'
+    assert recipe.uptrain.training_args == {"adam_beta2": 0.95}
+    assert recipe.uptrain.options().keys() == {
+        "data", "alpha", "original_tokens", "learning_rate", "training_args"
+    }  # fmt: skip
 
 
 def test_the_effective_recipe_reads_back_equal(tmp_path: Path) -> None:
@@ -54,7 +59,8 @@ def test_overrides_win_and_later_ones_win_over_earlier(tmp_path: Path) -> None:
     )
     assert recipe.uptrain is not None
     assert (recipe.uptrain.alpha, recipe.convert.groups, recipe.output) == (0.02, 2, "elsewhere")
-    assert load_recipe(path, ["uptrain.learning_rate=3e-4"]).uptrain.training == {"learning_rate": 3e-4}  # type: ignore[union-attr]
+    recipe = load_recipe(path, ["uptrain.max_grad_norm=0.5"])
+    assert recipe.uptrain is not None and recipe.uptrain.training_args["max_grad_norm"] == 0.5
     assert load_recipe(path, ["uptrain=null"]).uptrain is None
 
 
@@ -122,8 +128,8 @@ def test_missing_and_binary_files(tmp_path: Path) -> None:
 
 def test_training_words_are_those_of_transformers() -> None:
     check_training_words(["learning_rate", "warmup_steps", "per_device_train_batch_size"])
-    with pytest.raises(UsageError, match=r"uptrain.lerning_rate: unknown key; did you mean learning_rate"):
-        check_training_words(["lerning_rate"])
+    with pytest.raises(UsageError, match=r"uptrain.max_gradnorm: unknown key; did you mean max_grad_norm"):
+        check_training_words(["max_gradnorm"])
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,93 @@
+"""Results -> terminal table, JSON, Markdown, model card, one self-contained HTML page. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..errors import UsageError
+from ..results import jsonable
+from .card import front_matter, hub_name, markdown, model_card
+from .content import COLUMNS, Report, headline, limits, model_rows, tiles
+from .page import html_page
+from .tables import human_bytes, human_count, markdown_table, significant, text_table
+
+__all__ = [
+    "COLUMNS",
+    "FORMATS",
+    "Report",
+    "front_matter",
+    "headline",
+    "html_page",
+    "hub_name",
+    "human_bytes",
+    "human_count",
+    "limits",
+    "markdown",
+    "markdown_table",
+    "model_card",
+    "model_rows",
+    "models_table",
+    "significant",
+    "text_table",
+    "tiles",
+    "write_report",
+]
+
+FORMATS = {
+    "json": ("report.json", lambda report: json.dumps(jsonable(report), indent=2, ensure_ascii=False) + "\n"),
+    "markdown": ("report.md", markdown),
+    "html": ("report.html", html_page),
+}
+
+
+def models_table(report: Report) -> str:
+    """The table original / converted / uptrained for the terminal."""
+    return text_table(COLUMNS, model_rows(report.models))
+
+
+def write_report(
+    report: Report,
+    out: str | Path,
+    formats: Sequence[str] = ("json", "markdown", "html"),
+    card: Path | None = None,
+) -> list[Path]:
+    """Write the report into a folder.
+
+    Args:
+        report: What to write.
+        out: Folder for `report.json`, `report.md`, `report.html`.
+        formats: Which of `json`, `markdown`, `html`, `card`.
+        card: Checkpoint folder that receives `README.md` where `card` is among the formats; a README that
+            came with the source is kept as `README.base.md`.
+
+    Returns:
+        The files written.
+
+    Raises:
+        UsageError: Unknown format.
+    """
+    unknown = [name for name in formats if name not in (*FORMATS, "card")]
+    if unknown:
+        valid = ", ".join([*FORMATS, "card"])
+        raise UsageError(f"{unknown[0]!r} is no format", where="report.formats", fix=f"choose from {valid}")
+    out = Path(out)
+    out.mkdir(parents=True, exist_ok=True)
+    written = []
+    for name in formats:
+        if name in FORMATS:
+            file, render = FORMATS[name]
+            (out / file).write_text(render(report), encoding="utf-8")
+            written.append(out / file)
+    if "card" in formats and card is not None:
+        written.append(_write_card(report, card))
+    return written
+
+
+def _write_card(report: Report, folder: Path) -> Path:
+    readme, kept = folder / "README.md", folder / "README.base.md"
+    if readme.exists() and "mha2gqa" not in readme.read_text(encoding="utf-8", errors="replace"):
+        readme.replace(kept)
+    readme.write_text(model_card(report), encoding="utf-8")
+    return readme

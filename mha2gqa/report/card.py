@@ -1,0 +1,118 @@
+"""The report as Markdown, and as a model card with the front matter that the Hub reads."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import yaml
+
+from .content import COLUMNS, Report, headline, limits, model_rows
+from .tables import markdown_table
+
+
+def markdown(report: Report) -> str:
+    """The report as a Markdown document."""
+    parts = [f"# {report.title}", headline(report), _body(report)]
+    if report.recipe:
+        parts.append(f"## Effective recipe\n\n```yaml\n{report.recipe.strip()}\n```")
+    return "\n\n".join(parts) + "\n"
+
+
+def model_card(report: Report) -> str:
+    """A Hugging Face model card: front matter (base model, license, datasets, results) and the report."""
+    front = yaml.safe_dump(front_matter(report), sort_keys=False, allow_unicode=True)
+    usage = (
+        "## Use\n\n```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+        'model = AutoModelForCausalLM.from_pretrained("PATH_OR_NAME", dtype="auto")\n'
+        'tokenizer = AutoTokenizer.from_pretrained("PATH_OR_NAME")\n```'
+    )
+    base = (
+        f"[{report.source}](https://huggingface.co/{report.source})"
+        if hub_name(report.source)
+        else report.source
+    )
+    made = (
+        f"This is {base} with grouped-query attention: "
+        + (
+            f"{report.num_kv_heads[0]} KV heads became {report.num_kv_heads[1]}. "
+            if report.num_kv_heads
+            else ""
+        )
+        + "Made with `mha2gqa`."
+    )
+    return f"---\n{front}---\n\n# {report.title}\n\n{made} {headline(report)}\n\n{usage}\n\n{_body(report)}\n"
+
+
+def front_matter(report: Report) -> dict[str, Any]:
+    """YAML front matter; a key whose value is unknown is left out rather than guessed."""
+    front: dict[str, Any] = {
+        "library_name": "transformers",
+        "tags": ["mha2gqa", "gqa", "grouped-query-attention"],
+    }
+    if report.license:
+        front["license"] = report.license
+    if hub_name(report.source):
+        front["base_model"] = report.source
+    if report.datasets:
+        front["datasets"] = list(report.datasets)
+    metrics = _metrics(report)
+    if metrics:
+        front["model-index"] = [
+            {
+                "name": report.title,
+                "results": [
+                    {
+                        "task": {"type": "text-generation"},
+                        "dataset": {"name": _dataset_name(report), "type": _dataset_name(report)},
+                        "metrics": metrics,
+                    }
+                ],
+            }
+        ]
+    return front
+
+
+def _metrics(report: Report) -> list[dict[str, Any]]:
+    final = report.final
+    wanted = (("perplexity", "perplexity"), ("loss", "loss"), ("bits_per_byte", "bits_per_byte"))
+    return [
+        {"type": kind, "value": round(value, 6), "name": f"{kind.replace('_', ' ')} ({report.protocol})"}
+        for key, kind in wanted
+        if final and isinstance(value := final.get(key), float) and math.isfinite(value)
+    ]
+
+
+def _dataset_name(report: Report) -> str:
+    files = report.data.get("files") or report.data.get("name") or ["held-out text"]
+    first = files if isinstance(files, str) else str(files[0])
+    return first.rstrip("/").rsplit("/", 1)[-1] if not hub_name(first) else first
+
+
+def hub_name(text: str) -> bool:
+    """Whether `text` reads as `owner/name` of the Hub rather than as a path."""
+    owner, slash, name = text.partition("/")
+    return (
+        bool(slash and owner and name)
+        and "/" not in name
+        and not text.startswith((".", "~"))
+        and "." not in owner
+    )
+
+
+def _body(report: Report) -> str:
+    data = report.data
+    where = [f"protocol `{report.protocol}`"] if report.protocol else []
+    where += [f"{key} {data[key]}" for key in ("window", "stride") if data.get(key)]
+    where += [f"{data['tokens']:,} tokens"] if data.get("tokens") else []
+    parts = [
+        f"## Evaluation\n\n{markdown_table(COLUMNS, model_rows(report.models))}\n\nLoss in nats per token; "
+        f"{', '.join(where)}.",
+        "## Limits\n\n" + "\n".join(f"- {line}" for line in limits(report)),
+    ]
+    if report.provenance:
+        lines = "\n".join(f"- {key}: {value}" for key, value in report.provenance.items())
+        parts.append(f"## Provenance\n\n{lines}")
+    if report.command:
+        parts.append(f"```sh\n{report.command}\n```")
+    return "\n\n".join(parts)

@@ -1,0 +1,173 @@
+"""What a report says, before it takes a shape: rows, headline, limits. Plain data in, plain data out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from .tables import Column, fixed, human_bytes, human_count, perplexity_text, ratio_text, significant
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything a report shows. Only `title`, `source` and `models` are always there.
+
+    Args:
+        title: Headline of the page and of the model card.
+        source: Path or hub id of the original model.
+        models: Rows as in `evaluate`'s `models[]`, original first, each with a `role`
+            (`original`, `converted`, `uptrained`).
+        protocol: How the text was scored; stands beside every figure.
+        data: `evaluate`'s `data{}` (tokens, sha256, files …).
+        num_heads, num_kv_heads: Query heads; KV heads before and after.
+        method: How heads were merged.
+        layers: `convert`'s `layers[]`: residuals, grouping.
+        budget: `uptrain`'s `budget{}`.
+        curves: Name -> list of `(tokens, loss)`: `training`, `held-out`.
+        frontier: Points of a sweep: `label`, `method`, `alpha`, `num_kv_heads`, `kv_bytes_per_token`,
+            `perplexity`.
+        batch, context: The decoding situation KV-cache sizes are quoted for.
+        license: Of the source; None where unknown.
+        datasets: Hub names of text used for calibration or uptraining.
+        provenance: Ordered label -> text.
+        recipe: The effective recipe as YAML.
+        command: What was typed.
+    """
+
+    title: str
+    source: str
+    models: Sequence[Row]
+    protocol: str = ""
+    data: Mapping[str, Any] = field(default_factory=dict)
+    num_heads: int | None = None
+    num_kv_heads: tuple[int, int] | None = None
+    method: str = ""
+    layers: Sequence[Row] = ()
+    budget: Mapping[str, Any] = field(default_factory=dict)
+    curves: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)
+    frontier: Sequence[Row] = ()
+    batch: int = 1
+    context: int = 4096
+    license: str | None = None
+    datasets: Sequence[str] = ()
+    provenance: Mapping[str, str] = field(default_factory=dict)
+    recipe: str = ""
+    command: str = ""
+
+    @property
+    def original(self) -> Row | None:
+        """The row every other one is compared with."""
+        return next((row for row in self.models if row.get("role") == "original"), None)
+
+    @property
+    def final(self) -> Row | None:
+        """The last converted or uptrained row: what would be shipped."""
+        return next((row for row in reversed(self.models) if row.get("role") != "original"), None)
+
+
+COLUMNS: tuple[Column, ...] = (
+    ("model", "<"),
+    ("loss", ">"),
+    ("perplexity", ">"),
+    ("vs original", ">"),
+    ("bits/byte", ">"),
+    ("tokens", ">"),
+    ("KV/token", ">"),
+)
+
+
+def model_rows(models: Sequence[Row], decimals: int = 4) -> list[list[str]]:
+    """Cells of `COLUMNS` for rows of `models[]`; the first original is the reference.
+
+    Models that count different tokens (another tokenizer) are compared by bits per byte.
+    """
+    original = next((row for row in models if row.get("role") == "original"), None)
+    return [
+        [
+            name_of(row),
+            fixed(row.get("loss"), decimals),
+            perplexity_text(row.get("perplexity")),
+            "" if row is original or original is None else compare(row, original),
+            fixed(row.get("bits_per_byte"), decimals),
+            human_count(row.get("tokens")),
+            human_bytes(row.get("kv_bytes_per_token")),
+        ]
+        for row in models
+    ]
+
+
+def compare(row: Row, original: Row) -> str:
+    """Change of perplexity, or of bits per byte where the two models count different tokens."""
+    if row.get("tokens") == original.get("tokens"):
+        return ratio_text(row.get("perplexity"), original.get("perplexity"))
+    return f"{ratio_text(row.get('bits_per_byte'), original.get('bits_per_byte'))} (bits/byte)"
+
+
+def name_of(row: Row) -> str:
+    """How a row is called: its label, or role and path."""
+    if row.get("label"):
+        return str(row["label"])
+    role, path = str(row.get("role") or ""), str(row.get("path") or "")
+    return role or path
+
+
+def headline(report: Report) -> str:
+    """One sentence that says what was gained and what it costs, in measured figures only."""
+    original, final = report.original, report.final
+    if original is None or final is None:
+        return f"{len(report.models)} model(s) evaluated on the same text."
+    cost = compare(final, original)
+    stage = "uptraining" if final.get("role") == "uptrained" else "conversion, without any training"
+    before, after = original.get("kv_bytes_per_token"), final.get("kv_bytes_per_token")
+    cache = f"The KV cache is {significant(before / after)}× smaller" if before and after else "Converted"
+    figures = f"{perplexity_text(original.get('perplexity'))} → {perplexity_text(final.get('perplexity'))}"
+    return f"{cache}; perplexity {figures} ({cost}) after {stage}."
+
+
+def tiles(report: Report) -> list[tuple[str, str, str]]:
+    """Figures worth a glance: (value, what it is, detail)."""
+    original, final = report.original, report.final
+    if original is None or final is None:
+        return []
+    out = [(compare(final, original), "perplexity against the original", report.protocol)]
+    before, after = original.get("kv_bytes_per_token"), final.get("kv_bytes_per_token")
+    if before and after:
+        total = report.batch * report.context
+        sizes = f"{human_bytes(before * total)} → {human_bytes(after * total)}"
+        detail = f"{sizes} at batch {report.batch} × {report.context:,}"
+        out.append((f"{significant(before / after)}×", "smaller KV cache", detail))
+    if report.num_kv_heads:
+        was, now = report.num_kv_heads
+        out.append(
+            (f"{was} → {now}", "KV heads", f"groups of {was // now}, method {report.method or 'unknown'}")
+        )
+    if report.budget.get("tokens"):
+        alpha = report.budget.get("alpha")
+        share = f"alpha {significant(alpha)}" if alpha else "share of the original budget unknown"
+        out.append((human_count(report.budget["tokens"]), "uptraining tokens", share))
+    return out
+
+
+def limits(report: Report) -> list[str]:
+    """What the figures do not show. Stated in every report."""
+    out = [
+        "Perplexity on held-out text is no measure of every ability: long contexts, retrieval, other "
+        "languages and chat behaviour need their own tests.",
+        "FLOPs per token are unchanged; what shrinks is the KV cache and the memory traffic of decoding.",
+    ]
+    original, final = report.original, report.final
+    if original and final and _worse(final, original):
+        out.insert(0, "The result is worse than the original on this text: see the table.")
+    if not report.budget.get("tokens"):
+        out.append(
+            "No uptraining was done; a small budget on the model's own kind of text lowers the loss further."
+        )
+    return out
+
+
+def _worse(row: Row, original: Row) -> bool:
+    a, b = row.get("bits_per_byte", row.get("loss")), original.get("bits_per_byte", original.get("loss"))
+    return not (isinstance(a, float) and isinstance(b, float) and a <= b)

@@ -1,0 +1,126 @@
+"""Numbers for people: human units, terminal tables, Markdown tables. Pure strings."""
+
+from __future__ import annotations
+
+import math
+import unicodedata
+from collections.abc import Sequence
+from typing import Any
+
+Column = tuple[str, str]  # heading, alignment: "<" or ">"
+
+
+def human_bytes(count: float | None) -> str:
+    """Bytes in binary units with three significant digits.
+
+    Example:
+        >>> human_bytes(524288), human_bytes(None)
+        ('512 KiB', '–')
+    """
+    if count is None:
+        return "–"
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(value) < 1024 or unit == "TiB":
+            break
+        value /= 1024
+    return f"{significant(value)} {unit}"
+
+
+def human_count(count: float | None) -> str:
+    """A count with a decimal suffix.
+
+    Example:
+        >>> human_count(2_000_000_000_000), human_count(65536)
+        ('2T', '65.5k')
+    """
+    if count is None:
+        return "–"
+    value = float(count)
+    for suffix in ("", "k", "M", "B", "T"):
+        if abs(value) < 1000 or suffix == "T":
+            break
+        value /= 1000
+    return f"{significant(value)}{suffix}"
+
+
+def significant(value: float, digits: int = 3) -> str:
+    """`value` with so many significant digits, never in exponent form, without trailing zeros."""
+    if not math.isfinite(value):
+        return str(value)
+    if value == 0:
+        return "0"
+    decimals = max(0, digits - 1 - math.floor(math.log10(abs(value))))
+    text = f"{value:.{decimals}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def fixed(value: Any, decimals: int = 3) -> str:
+    """A float with fixed decimals; `–` for None, `inf` and `nan` by name, text unchanged."""
+    if value is None:
+        return "–"
+    if isinstance(value, str):
+        return value
+    return f"{value:,.{decimals}f}" if math.isfinite(value) else str(value)
+
+
+def perplexity_text(value: Any) -> str:
+    """Perplexity with three decimals while small and fewer as it grows."""
+    if not isinstance(value, (int, float)) or not math.isfinite(value):
+        return fixed(value)
+    return fixed(value, 3 if value < 100 else 1 if value < 10_000 else 0)
+
+
+def ratio_text(value: Any, reference: Any) -> str:
+    """Change of `value` against `reference` in percent, signed."""
+    if not all(isinstance(x, (int, float)) and math.isfinite(x) for x in (value, reference)) or not reference:
+        return "–"
+    change = (value / reference - 1) * 100
+    return f"{change:+.1f} %" if abs(change) < 1000 else f"×{significant(value / reference)}"
+
+
+def text_table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> str:
+    """An aligned table for the terminal.
+
+    Args:
+        columns: Heading and alignment of each column.
+        rows: Cells.
+
+    Returns:
+        Lines without trailing blanks, a rule under the heading.
+
+    Example:
+        >>> print(text_table([("model", "<"), ("loss", ">")], [["a", "3.310"]]))
+        model   loss
+        -----  -----
+        a      3.310
+    """
+    cells = [[heading for heading, _ in columns], *[list(map(str, row)) for row in rows]]
+    widths = [max(_width(row[i]) for row in cells) for i in range(len(columns))]
+    lines = [
+        "  ".join(
+            _pad(cell, width, align) for cell, width, (_, align) in zip(row, widths, columns, strict=True)
+        )
+        for row in cells
+    ]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def markdown_table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> str:
+    """The same as a Markdown table; pipes inside cells are escaped."""
+    rule = ["---:" if align == ">" else "---" for _, align in columns]
+    body = [[str(cell).replace("|", "\\|") for cell in row] for row in rows]
+    table = [[heading for heading, _ in columns], rule, *body]
+    return "\n".join(f"| {' | '.join(row)} |" for row in table)
+
+
+def _width(text: str) -> int:
+    """Terminal cells that `text` takes."""
+    wide = sum(unicodedata.east_asian_width(c) in "WF" for c in text)
+    return len(text) + wide - sum(bool(unicodedata.combining(c)) for c in text)
+
+
+def _pad(text: str, width: int, align: str) -> str:
+    blanks = " " * (width - _width(text))
+    return blanks + text if align == ">" else text + blanks

@@ -1,0 +1,312 @@
+"""Reports on synthetic results: honest words, valid front matter, one file that needs nothing else."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import yaml
+
+from mha2gqa.errors import UsageError
+from mha2gqa.report import (
+    Report,
+    front_matter,
+    headline,
+    html_page,
+    hub_name,
+    human_bytes,
+    human_count,
+    limits,
+    markdown,
+    markdown_table,
+    model_card,
+    models_table,
+    text_table,
+    write_report,
+)
+
+
+def row(role: str, loss: float, perplexity: float, bits: float, kv: int) -> dict[str, Any]:
+    sizes = {"tokens": 510976, "kv_bytes_per_token": kv}
+    return {
+        "role": role,
+        "path": role,
+        "loss": loss,
+        "perplexity": perplexity,
+        "bits_per_byte": bits,
+        **sizes,
+    }
+
+
+ROWS = [
+    row("original", 3.310, 27.385, 1.28, 16384),
+    row("converted", 3.371, 29.108, 1.30, 4096),
+    row("uptrained", 3.325, 27.799, 1.286, 4096),
+]
+LAYERS = [
+    {
+        "layer": i,
+        "key_residual": 0.1 + 0.02 * i,
+        "value_residual": 0.2 + 0.01 * i,
+        "grouping": [[0, 5, 2, 11], [1, 4, 3, 15], [6, 7, 8, 9], [10, 12, 13, 14]],
+    }
+    for i in range(8)
+]
+
+
+def sample(**changes: Any) -> Report:
+    report = Report(
+        title="ref-llama-30m-gqa4",
+        source="acme/ref-llama-30m",
+        models=ROWS,
+        protocol="blocks",
+        data={"tokens": 510976, "sha256": "ab" * 32, "window": 512, "files": ["valid.jsonl"]},
+        num_heads=16,
+        num_kv_heads=(16, 4),
+        method="joint",
+        layers=LAYERS,
+        budget={"alpha": 0.01, "tokens": 3_932_160, "steps": 60},
+        curves={
+            "training": [(65536 * i, 3.6 - 0.25 * (1 - 0.95**i)) for i in range(1, 61)],
+            "held-out": [(65536 * i, 3.37 - 0.045 * i / 60) for i in range(0, 61, 10)],
+        },
+        frontier=[
+            {"method": method, "alpha": alpha, "num_kv_heads": g, "kv_bytes_per_token": 1024 * g,
+             "perplexity": 27.4 + base / g}
+            for method, base in (("mean", 60.0), ("joint", 4.0))
+            for alpha in (0.0, 0.01)
+            for g in (1, 2, 4, 8)
+        ],
+        batch=8,
+        license="apache-2.0",
+        datasets=["HuggingFaceFW/fineweb"],
+        provenance={"source commit": "0123abcd", "seed": "0", "torch": "2.11"},
+        recipe="source: acme/ref-llama-30m\nconvert:\n  groups: 4\n",
+        command="mha2gqa run recipes/x.yaml --set convert.groups=4",
+    )  # fmt: skip
+    return dataclasses.replace(report, **changes)
+
+
+def test_units() -> None:
+    assert [human_bytes(x) for x in (0, 1023, 1024, 524288, 1.5 * 2**30)] == [
+        "0 B", "1023 B", "1 KiB", "512 KiB", "1.5 GiB"
+    ]  # fmt: skip
+    assert [human_count(x) for x in (0, 999, 65536, 2e12, None)] == ["0", "999", "65.5k", "2T", "–"]
+
+
+def test_terminal_table_is_aligned() -> None:
+    lines = models_table(sample()).splitlines()
+    assert lines[0].split()[:3] == ["model", "loss", "perplexity"]
+    assert [line.split()[0] for line in lines[2:]] == ["original", "converted", "uptrained"]
+    ends = {
+        line.index(loss) + len(loss)
+        for line, loss in zip(lines[2:], ("3.3100", "3.3710", "3.3250"), strict=True)
+    }
+    assert len(ends) == 1
+    assert "+6.3 %" in lines[3] and "+1.5 %" in lines[4] and "16 KiB" in lines[2] and "4 KiB" in lines[3]
+    assert text_table([("a", "<")], [["漢字"], ["é"]]).splitlines()[2] == "漢字"
+
+
+def test_markdown_escapes_pipes() -> None:
+    assert markdown_table([("a|b", "<")], [["x|y"]]).splitlines()[2] == "| x\\|y |"
+
+
+def test_headline_reports_what_was_measured() -> None:
+    assert headline(sample()) == (
+        "The KV cache is 4× smaller; perplexity 27.385 → 27.799 (+1.5 %) after uptraining."
+    )
+    converted = headline(sample(models=ROWS[:2]))
+    assert "29.108 (+6.3 %) after conversion, without any training" in converted
+    assert "worse than the original" in limits(sample())[0]
+    better = [ROWS[0], {**ROWS[2], "bits_per_byte": 1.27, "perplexity": 27.0, "loss": 3.29}]
+    assert not any("worse" in line for line in limits(sample(models=better)))
+
+
+def test_other_tokenizers_are_compared_by_bits_per_byte() -> None:
+    rows = [ROWS[0], {**ROWS[2], "tokens": 400000, "perplexity": 99.0}]
+    assert "+0.5 % (bits/byte)" in headline(sample(models=rows))
+
+
+def test_infinite_loss_is_shown_and_does_not_crash() -> None:
+    rows = [
+        ROWS[0],
+        {**ROWS[1], "loss": float("inf"), "perplexity": float("inf"), "bits_per_byte": float("inf")},
+    ]
+    report = sample(models=rows)
+    assert "inf" in models_table(report) and "inf" in html_page(report)
+    assert "model-index" not in front_matter(report)
+
+
+def test_front_matter_is_what_the_hub_reads() -> None:
+    card = pytest.importorskip("huggingface_hub").ModelCard(model_card(sample()))
+    data = card.data
+    assert (data.base_model, data.license, data.library_name) == (
+        "acme/ref-llama-30m",
+        "apache-2.0",
+        "transformers",
+    )
+    assert data.datasets == ["HuggingFaceFW/fineweb"] and "mha2gqa" in data.tags
+    assert data.model_name == "ref-llama-30m-gqa4"
+    metrics = {result.metric_type: result.metric_value for result in data.eval_results}
+    assert metrics == {"perplexity": 27.799, "loss": 3.325, "bits_per_byte": 1.286}
+    assert all("blocks" in result.metric_name for result in data.eval_results)
+
+
+def test_front_matter_guesses_nothing() -> None:
+    front = front_matter(sample(source="out/local-model/x", license=None, datasets=()))
+    assert not {"base_model", "license", "datasets"} & set(front)
+    assert (
+        hub_name("a/b")
+        and not hub_name("./a")
+        and not hub_name("a/b/c")
+        and not hub_name("/a")
+        and not hub_name("a")
+    )
+
+
+def test_markdown_has_table_limits_and_recipe() -> None:
+    text = markdown(sample())
+    assert "| converted | 3.3710 | 29.108 | +6.3 % |" in text and "protocol `blocks`" in text
+    assert "## Limits" in text and "```yaml\nsource:" in text
+
+
+class Strict(HTMLParser):
+    """Checks that elements close in order, and collects what a page would fetch."""
+
+    VOID = ("meta", "br", "hr", "img", "link", "input")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.urls: list[str] = []
+        self.ids: list[str] = []
+        self.tags: set[str] = set()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        for name, value in attrs:
+            self.urls += [value or ""] if name in ("src", "href", "xlink:href") else []
+            self.ids += [value or ""] if name == "id" else []
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in self.VOID:
+            self.handle_endtag(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open and self.open[-1] == tag, f"</{tag}> closes {self.open[-3:]}"
+        self.open.pop()
+
+
+def test_page_is_self_contained_and_well_formed() -> None:
+    page = html_page(sample())
+    parser = Strict()
+    parser.feed(page)
+    assert not parser.open and not {"script", "link", "img", "iframe"} & parser.tags
+    assert all(url.startswith("#") for url in parser.urls), parser.urls
+    assert "@import" not in page and "url(http" not in page
+    assert len(parser.ids) == len(set(parser.ids)), "two pictures share an id"
+    assert set(re.findall(r"url\(#([^)]+)\)", page)) | {u[1:] for u in parser.urls} <= set(parser.ids)
+    pictures = re.findall(r"<svg.*?</svg>", page, re.S)
+    assert len(pictures) == 5
+    for picture in pictures:
+        ElementTree.fromstring(picture)
+        assert "#0102" not in picture and "var(--ink)" in picture and "<text" in picture
+    assert "prefers-color-scheme: dark" in page and "@media print" in page and 'name="viewport"' in page
+    variables = set(re.findall(r"var\((--\w+)\)", page))
+    assert variables <= set(re.findall(r"(--\w+):", page))
+    assert len(page) < 400_000
+
+
+def test_page_escapes_what_users_wrote() -> None:
+    page = html_page(sample(title="<b>x</b>", source='"><script>alert(1)</script>', recipe="a: <i>"))
+    assert "<script" not in page and "<b>x" not in page and "&lt;i&gt;" in page
+
+
+def test_page_of_a_bare_result() -> None:
+    page = html_page(Report("t", "s", [ROWS[0]]))
+    assert "<svg" in page and "Provenance" not in page  # one bar: the original's cache
+    assert "1 model(s)" in html_page(Report("t", "s", [{"path": "x", "loss": 1.0}]))
+
+
+def test_large_models_stay_small_pages() -> None:
+    groups = [[h * 4 + i for i in range(4)] for h in range(16)]
+    layers = [{"layer": i, "key_residual": 0.1, "grouping": groups} for i in range(80)]
+    assert len(html_page(sample(layers=layers))) < 1_500_000
+
+
+def test_same_report_same_bytes() -> None:
+    assert html_page(sample()) == html_page(sample())
+
+
+def test_write_report(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "model"
+    checkpoint.mkdir()
+    (checkpoint / "README.md").write_text("the source's own card", encoding="utf-8")
+    for _ in range(2):  # a second report replaces ours, never the kept original
+        written = write_report(
+            sample(), tmp_path / "out", ("json", "markdown", "html", "card"), card=checkpoint
+        )
+    assert [path.name for path in written] == ["report.json", "report.md", "report.html", "README.md"]
+    assert (checkpoint / "README.base.md").read_text(encoding="utf-8") == "the source's own card"
+    assert json.loads(written[0].read_text(encoding="utf-8"))["models"][2]["perplexity"] == 27.799
+    assert yaml.safe_load((checkpoint / "README.md").read_text(encoding="utf-8").split("---")[1])["license"]
+    with pytest.raises(UsageError, match=r"report.formats: 'pdf' is no format; choose from json"):
+        write_report(sample(), tmp_path, ("pdf",))
+
+
+CHROMIUM = next(
+    (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))),
+    None,
+)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
+@pytest.mark.parametrize(("width", "dark"), [(1280, False), (1280, True), (390, False), (320, True)])
+def test_page_in_a_real_browser(tmp_path: Path, width: int, dark: bool) -> None:
+    """No horizontal scrolling at any width, no console message, a screenshot that is not blank."""
+    probe = (
+        "<script>addEventListener('load',()=>{const d=document.documentElement;"
+        "document.title='probe '+d.scrollWidth+' '+innerWidth+' '"
+        "+getComputedStyle(document.body).backgroundColor})</script>"
+    )
+    page = tmp_path / "page.html"
+    page.write_text(html_page(sample()).replace("</body>", probe + "</body>"), encoding="utf-8")
+    flags = ["--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
+    # Chromium's window is never narrower than 500 pixels: a phone is an iframe of that width.
+    frame = tmp_path / "frame.html"
+    scheme = "dark" if dark else "light"
+    frame.write_text(
+        f"<meta name=color-scheme content={scheme}><body style='margin:0'><iframe src=page.html width={width} "
+        f"height=4000 style='border:0;color-scheme:{scheme}' "
+        "onload='setTimeout(()=>document.title=this.contentDocument.title)'>",
+        encoding="utf-8",
+    )
+    flags += ["--allow-file-access-from-files", "--virtual-time-budget=3000"]
+    flags += ["--blink-settings=preferredColorScheme=0"] if dark else []
+    keep = os.environ.get("MHA2GQA_SCREENSHOTS")
+    shot = (Path(keep) if keep else tmp_path) / f"report-{width}-{scheme}.png"
+    command = [str(CHROMIUM), *flags, f"--window-size={max(width, 500)},3000"]
+    subprocess.run(
+        [*command, f"--screenshot={shot}", frame.as_uri()], check=True, capture_output=True, timeout=120
+    )
+    dumped = subprocess.run(
+        [*command, "--dump-dom", frame.as_uri()], capture_output=True, text=True, timeout=120
+    ).stdout
+    match = re.search(r"probe (\d+) (\d+) rgb\((\d+)", dumped)
+    assert match, dumped[:500]
+    assert int(match[1]) <= int(match[2]) == width
+    assert (int(match[3]) < 128) == dark
+    assert shot.stat().st_size > 20_000

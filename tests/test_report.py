@@ -289,8 +289,8 @@ def test_page_in_a_real_browser(tmp_path: Path, width: int, dark: bool) -> None:
     frame = tmp_path / "frame.html"
     scheme = "dark" if dark else "light"
     frame.write_text(
-        f"<meta name=color-scheme content={scheme}><body style='margin:0'><iframe src=page.html width={width} "
-        f"height=4000 style='border:0;color-scheme:{scheme}' "
+        f"<meta name=color-scheme content={scheme}><body style='margin:0'>"
+        f"<iframe src=page.html width={width} height=4000 style='border:0;color-scheme:{scheme}' "
         "onload='setTimeout(()=>document.title=this.contentDocument.title)'>",
         encoding="utf-8",
     )

@@ -12,7 +12,7 @@ from . import plots
 from .content import COLUMNS, Report, headline, limits, model_rows, name_of, tiles
 from .tables import fixed
 
-_OPTIONAL = ("tokens", "bits/byte")  # columns that a phone leaves out
+_OPTIONAL = ("loss", "tokens", "bits/byte")  # columns that a phone leaves out
 
 
 def html_page(report: Report) -> str:

@@ -27,7 +27,7 @@ _VARIABLES = {INK: "--ink", FAINT: "--faint", PAPER: "--paper"} | {
 _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "font.family": "sans-serif",
-    "font.size": 9.5,
+    "font.size": 10.5,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.edgecolor": FAINT,
@@ -74,7 +74,7 @@ def curves_svg(curves: Mapping[str, Sequence[tuple[float, float]]], marks: Mappi
             axes.axhline(loss, color=ROLE_COLOURS.get(name, FAINT), linestyle="--", linewidth=1.2, label=name)
         axes.xaxis.set_major_formatter(lambda value, _: human_count(value))
         axes.set(xlabel="uptraining tokens", ylabel="loss, nats/token")
-        axes.legend(frameon=False, fontsize=9, ncols=2)
+        axes.legend(frameon=False, fontsize=9.5, ncols=2)
         return _svg(figure, "curves", "Training and held-out loss over uptraining tokens")
 
 
@@ -120,7 +120,7 @@ def frontier_svg(points: Sequence[Mapping[str, Any]], original: Mapping[str, Any
         axes.set_xticks(sizes, [human_bytes(size) for size in sizes])
         axes.minorticks_off()
         axes.set(xlabel="KV cache per token", ylabel="perplexity")
-        axes.legend(frameon=False, fontsize=9)
+        axes.legend(frameon=False, fontsize=9.5)
         return _svg(figure, "frontier", "Perplexity against KV-cache bytes per token")
 
 
@@ -171,7 +171,7 @@ def residuals_svg(series: Mapping[str, Sequence[tuple[int, float]]]) -> str:
         axes.locator_params(axis="x", integer=True)
         axes.set_ylim(bottom=0)
         axes.set(xlabel="layer", ylabel="relative residual")
-        axes.legend(frameon=False, fontsize=9)
+        axes.legend(frameon=False, fontsize=9.5)
         return _svg(figure, "residuals", "Relative residual of the merge for each layer")
 
 

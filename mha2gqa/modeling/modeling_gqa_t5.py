@@ -1,0 +1,165 @@
+"""T5, mT5 and umT5 whose decoder shares key/value heads between query heads (GQA, arXiv:2305.13245).
+
+Self-contained: it needs torch and transformers only and travels beside a converted checkpoint. Only the
+decoder's k and v projections (self-attention, cross-attention or both) are narrower than in the stock
+class; the encoder, the relative position bias and every forward pass are the stock ones.
+
+Shapes: B batch, T query length, S key length, H query heads, K key/value heads, d head_dim.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    MT5Config,
+    MT5ForConditionalGeneration,
+    PreTrainedConfig,
+    T5Config,
+    T5ForConditionalGeneration,
+    UMT5Config,
+    UMT5ForConditionalGeneration,
+)
+from transformers.masking_utils import eager_mask
+from transformers.models.t5.modeling_t5 import T5Attention
+from transformers.models.umt5.modeling_umt5 import UMT5Attention
+
+# --- the same lines in every exported file that uses the attention interface ---------------------------
+
+
+def eager_gqa(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    position_bias: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    """Eager attention of query `[B, H, T, d]` on key and value `[B, K, S, d]`, each read by H / K heads.
+
+    The stock eager functions of these classes do not repeat keys and values: they fail for 1 < K < H.
+    """
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scores = torch.matmul(query, key.transpose(2, 3)) * scaling  # [B, H, T, S]
+    for bias in (position_bias, attention_mask):
+        scores = scores if bias is None else scores + bias
+    weights = nn.functional.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    weights = nn.functional.dropout(weights, p=dropout, training=module.training)
+    return torch.matmul(weights, value).transpose(1, 2).contiguous(), weights
+
+
+AttentionInterface.register("eager_gqa", eager_gqa)
+AttentionMaskInterface.register("eager_gqa", eager_mask)
+
+
+class EagerGqa:
+    """Config mixin: whoever asks for eager attention gets `eager_gqa`."""
+
+    @property
+    def _attn_implementation(self) -> str | None:
+        name = PreTrainedConfig._attn_implementation.fget(self)
+        return "eager_gqa" if name == "eager" else name
+
+    @_attn_implementation.setter
+    def _attn_implementation(self, value: str | dict | None) -> None:
+        PreTrainedConfig._attn_implementation.fset(self, value)
+
+
+def check_heads(num_heads: int, num_kv_heads: int) -> int:
+    """H / K, how many query heads share one key/value head."""
+    if num_kv_heads < 1 or num_heads % num_kv_heads:
+        raise ValueError(f"{num_kv_heads} key/value heads cannot serve {num_heads} query heads")
+    return num_heads // num_kv_heads
+
+
+# --- the family ----------------------------------------------------------------------------------------
+
+
+class GqaT5Config(EagerGqa, T5Config):
+    """T5 with `num_key_value_heads` (decoder self-attention) and `num_cross_key_value_heads`."""
+
+    model_type = "gqa_t5"
+    num_key_value_heads: int | None = None
+    num_cross_key_value_heads: int | None = None
+
+
+class GqaMT5Config(EagerGqa, MT5Config):
+    """mT5 with `num_key_value_heads` (decoder self-attention) and `num_cross_key_value_heads`."""
+
+    model_type = "gqa_mt5"
+    num_key_value_heads: int | None = None
+    num_cross_key_value_heads: int | None = None
+
+
+class GqaUMT5Config(EagerGqa, UMT5Config):
+    """umT5 with `num_key_value_heads` (decoder self-attention) and `num_cross_key_value_heads`."""
+
+    model_type = "gqa_umt5"
+    num_key_value_heads: int | None = None
+    num_cross_key_value_heads: int | None = None
+
+
+class GqaUMT5Attention(UMT5Attention):
+    """umT5 views keys and values as H heads, which would fold K heads into time; T5's forward does not."""
+
+    gradient_checkpointing = False
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        output, _, weights = T5Attention.forward(
+            self, hidden_states, mask=attention_mask, key_value_states=encoder_hidden_states, **kwargs
+        )
+        return output, weights
+
+
+def share_heads(attention: nn.Module, num_kv_heads: int | None) -> None:
+    """Give one attention module k and v projections of `num_kv_heads` heads."""
+    if num_kv_heads is None or num_kv_heads == attention.n_heads:
+        return
+    attention.num_key_value_groups = check_heads(attention.n_heads, num_kv_heads)  # read by SDPA
+    width = num_kv_heads * attention.key_value_proj_dim
+    attention.k = nn.Linear(attention.d_model, width, bias=False)
+    attention.v = nn.Linear(attention.d_model, width, bias=False)
+    if isinstance(attention, UMT5Attention):
+        attention.__class__ = GqaUMT5Attention
+
+
+class SharedDecoder:
+    """Model mixin: narrows the decoder's k and v once the stock class has built itself."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__(config)  # type: ignore[call-arg]
+        for block in self.decoder.block:
+            share_heads(block.layer[0].SelfAttention, config.num_key_value_heads)
+            share_heads(block.layer[1].EncDecAttention, config.num_cross_key_value_heads)
+        self.post_init()
+
+
+class GqaT5ForConditionalGeneration(SharedDecoder, T5ForConditionalGeneration):
+    """T5 with grouped-query attention in its decoder."""
+
+    config: GqaT5Config
+
+
+class GqaMT5ForConditionalGeneration(SharedDecoder, MT5ForConditionalGeneration):
+    """mT5 with grouped-query attention in its decoder."""
+
+    config: GqaMT5Config
+
+
+class GqaUMT5ForConditionalGeneration(SharedDecoder, UMT5ForConditionalGeneration):
+    """umT5 with grouped-query attention in its decoder."""
+
+    config: GqaUMT5Config

@@ -27,12 +27,12 @@ _BY_REASON: dict[str, tuple[str, ...]] = {
         "xlm-roberta", "xlm-roberta-xl", "xmod",
     ),
     _IGNORES: (
-        "bart", "bigbird_pegasus", "biogpt", "blenderbot", "blenderbot-small", "bloom", "cpmant", "ctrl",
-        "fsmt", "git", "gpt_neo", "gpt_neox_japanese", "hrm_text", "led", "longt5", "m2m_100", "marian",
-        "mbart", "modernbert-decoder", "mpt", "mt5", "musicgen", "musicgen_melody", "mvp", "nllb-moe",
-        "openai-gpt", "pegasus", "pegasus_x", "persimmon", "plbart", "prophetnet", "seamless_m4t",
-        "seamless_m4t_v2", "speech_to_text", "speecht5", "switch_transformers", "t5", "trocr", "udop",
-        "umt5", "xglm", "xlnet", "idefics", "pop2piano",
+        "bigbird_pegasus", "biogpt", "blenderbot", "blenderbot-small", "cpmant", "ctrl",
+        "fsmt", "git", "gpt_neo", "gpt_neox_japanese", "hrm_text", "led", "longt5", 
+        "modernbert-decoder", "musicgen", "musicgen_melody", "mvp", "nllb-moe",
+        "openai-gpt", "pegasus_x", "persimmon", "plbart", "prophetnet", "seamless_m4t",
+        "seamless_m4t_v2", "speech_to_text", "speecht5", "switch_transformers", "trocr", "udop",
+        "xglm", "xlnet", "idefics", "pop2piano",
     ),
     _TEXT_IGNORES + " (OPT)": ("blip-2", "instructblip", "instructblipvideo"),
     _TEXT_IGNORES + " (BERT-like)": ("blip", "pix2struct"),
@@ -49,8 +49,4 @@ REFUSED: dict[str, str] = {
         "KV heads would also take query heads away"
     ),
     "reformer": "hashed attention shares one projection between queries and keys",
-    "whisper": (
-        "its class has no KV-head setting; num_key_value_heads in a Whisper config is an alias of "
-        "encoder_attention_heads, and writing it would rewire the encoder"
-    ),
 }

@@ -90,6 +90,7 @@ class AttentionSpec:
             norm, `linear` any invertible map, `none`.
         value_symmetry: What may be done to values and undone in the output projection.
         permutable: Whether heads may be re-ordered: per layer, in all layers alike, or never.
+        permutable_cross: The same of cross-attention, where it differs from self-attention.
         heads_key, kv_heads_keys, head_dim_key, layers_key: Config keys; every one of `kv_heads_keys`
             that applies receives G (a dotted key descends). `heads_key` may hold one number per layer.
         variants: Where layers differ: one entry per kind of layer instead of the three keys above.
@@ -118,6 +119,7 @@ class AttentionSpec:
     key_symmetry: KeySymmetry = "planes"
     value_symmetry: ValueSymmetry = "linear"
     permutable: Permutable = "layer"
+    permutable_cross: Permutable | None = None
     heads_key: str = "num_attention_heads"
     kv_heads_keys: tuple[str, ...] = ("num_key_value_heads",)
     head_dim_key: str = "head_dim"
@@ -136,6 +138,10 @@ class AttentionSpec:
         for key in self.config_path:
             config = config.get(key) or {}
         return config
+
+    def permutable_of(self, kind: str) -> Permutable:
+        """Whether the heads of one kind of attention may be re-ordered."""
+        return self.permutable_cross if kind == "cross" and self.permutable_cross else self.permutable
 
     def target(self, num_heads: int, groups: int) -> Target | None:
         """What changes beside the KV-head keys when this source gets `groups` KV heads."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from .exported import EXPORTED
 from .spec import AttentionSpec, HeadExtra
 
 # --- shared shapes of entries --------------------------------------------------------------------------
@@ -61,4 +62,4 @@ DECODERS: dict[str, AttentionSpec] = {
     "phi": _rotary(replace(LLAMA, o="dense"), 0.5),
     "stablelm": _rotary(LLAMA, 0.25),
 }
-SUPPORTED: dict[str, AttentionSpec] = dict(DECODERS)
+SUPPORTED: dict[str, AttentionSpec] = {**EXPORTED, **DECODERS}

@@ -49,7 +49,8 @@ def eager_gqa(
     The stock eager functions of these classes do not repeat keys and values: they fail for 1 < K < H.
     """
     groups = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    if groups > 1:
+        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     scores = torch.matmul(query, key.transpose(2, 3)) * scaling  # [B, H, T, S]
     for bias in (position_bias, attention_mask):

@@ -45,7 +45,8 @@ def eager_gqa(
     The stock eager functions of these classes do not repeat keys and values: they fail for 1 < K < H.
     """
     groups = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    if groups > 1:
+        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     scores = torch.matmul(query, key.transpose(2, 3)) * scaling  # [B, H, T, S]
     for bias in (position_bias, attention_mask):
@@ -142,6 +143,8 @@ class SharedDecoder:
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config)  # type: ignore[call-arg]
         for block in self.decoder.block:
+            # Stock umT5 of transformers 5.17 says False: SDPA without a mask then looks ahead.
+            block.layer[0].SelfAttention.is_causal = True
             share_heads(block.layer[0].SelfAttention, config.num_key_value_heads)
             share_heads(block.layer[1].EncDecAttention, config.num_cross_key_value_heads)
         self.post_init()

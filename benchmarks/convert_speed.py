@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import statistics
 import struct
@@ -167,6 +168,9 @@ def main() -> None:
     median = {name: statistics.median(run["seconds"] for run in runs) for name, runs in rounds.items()}
     record = {
         **provenance(seed=args.seed),
+        "load_average": [
+            round(value, 2) for value in os.getloadavg()
+        ],  # about 1 a way where nothing else runs
         "checkpoint": checkpoint,
         "groups": args.groups,
         "median_seconds": median,

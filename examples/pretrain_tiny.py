@@ -30,19 +30,27 @@ EOS = "<|endoftext|>"
 HELDOUT_BYTES = 300_000  # at most, so that the package stays small
 
 
-def read_corpus() -> tuple[list[str], list[tuple[str, str]]]:
-    """Training texts, and held-out (source, text) pairs up to `HELDOUT_BYTES`."""
-    documents = list(stdlib_documents())
-    train = [text for source, text in documents if not is_heldout(source)]
-    held = [(source, text) for source, text in documents if is_heldout(source) and text not in train]
-    held.sort(key=lambda item: hashlib.sha256(item[0].encode()).digest())
+def within(texts: list[tuple[str, str]], limit: int) -> list[tuple[str, str]]:
+    """The (source, text) pairs, in order, that fit into `limit` bytes of JSONL together."""
     kept, size = [], 0
-    for source, text in held:
+    for source, text in texts:
         line = len(json.dumps({"source": source, "text": text}).encode()) + 1
-        if size + line <= HELDOUT_BYTES:
+        if size + line <= limit:
             kept.append((source, text))
             size += line
-    return train, kept
+    return kept
+
+
+def read_corpus(limit: int | None) -> tuple[list[str], list[tuple[str, str]]]:
+    """Training texts (`limit` bytes of them), and held-out (source, text) pairs up to `HELDOUT_BYTES`."""
+    documents = list(stdlib_documents())
+    train = [item for item in documents if not is_heldout(item[0])]
+    seen = {text for _, text in train}
+    held = [item for item in documents if is_heldout(item[0]) and item[1] not in seen]
+    held.sort(key=lambda item: hashlib.sha256(item[0].encode()).digest())
+    if limit is not None:
+        train, held = within(train, limit), within(held, limit // 10)
+    return [text for _, text in train], within(held, HELDOUT_BYTES)
 
 
 def train_tokenizer(texts: list[str], vocab: int) -> transformers.PreTrainedTokenizerFast:
@@ -169,6 +177,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--intermediate", type=int, default=352)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--limit", type=int, help="train on this many bytes only (a quick try)")
     parser.add_argument("--eval-rows", type=int, default=64, help="held-out rows looked at while training")
     return parser.parse_args()
 
@@ -179,7 +188,7 @@ def main() -> None:
     began = time.monotonic()
     torch.manual_seed(args.seed)
     torch.set_float32_matmul_precision("high")
-    texts, held = read_corpus()
+    texts, held = read_corpus(args.limit)
     tokenizer = train_tokenizer(texts, args.vocab)
     stream = encode(tokenizer, texts).to(args.device)
     heldout = blocks(encode(tokenizer, [text for _, text in held]), args.window).to(args.device)

@@ -1,0 +1,131 @@
+"""The grouping search against exhaustive enumeration, and grouping files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from mha2gqa.architectures import AttentionSpec
+from mha2gqa.errors import UsageError
+from mha2gqa.grouping import canonical, evaluations, read_groupings, search
+from mha2gqa.heads import AttentionWeights
+from mha2gqa.merging import MergeContext
+from mha2gqa.merging.sharing import sharing
+
+
+def partitions(left: tuple[int, ...], size: int):
+    """Every partition into groups of `size`."""
+    if not left:
+        yield ()
+        return
+    first, rest = left[0], left[1:]
+    from itertools import combinations
+
+    for others in combinations(rest, size - 1):
+        remaining = tuple(h for h in rest if h not in others)
+        for tail in partitions(remaining, size):
+            yield ((first, *others), *tail)
+
+
+def problem(heads: int, seed: int, d: int = 4):
+    gen = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=gen)
+
+    w = AttentionWeights(draw(heads, d, 16), draw(heads, d, 16), draw(heads, d, 16), draw(heads, 16, d))
+    return sharing(w, MergeContext(AttentionSpec(), d))
+
+
+@pytest.mark.parametrize(("heads", "groups"), [(8, 2), (8, 4), (9, 3), (10, 2)])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_search_finds_the_best_partition_of_few_heads(heads: int, groups: int, seed: int) -> None:
+    p = problem(heads, seed)
+    totals = {part: sum(p.cost(g) for g in part) for part in partitions(tuple(range(heads)), heads // groups)}
+    found = search(p.pairs().numpy(), p.cost, groups)
+    assert totals[found] <= 1.01 * min(totals.values())
+    assert totals[found] < np.mean(list(totals.values()))
+
+
+def test_hidden_copies_are_found_whatever_the_budget() -> None:
+    hidden = ((0, 5, 9), (1, 4, 11), (2, 7, 10), (3, 6, 8))
+    gen = torch.Generator().manual_seed(0)
+    base = torch.randn(4, 6, 20, generator=gen)
+    k = torch.zeros(12, 6, 20)
+    for g, group in enumerate(hidden):
+        k[list(group)] = base[g]
+    w = AttentionWeights(
+        torch.randn(12, 6, 20, generator=gen), k, k.clone(), torch.randn(12, 20, 6, generator=gen)
+    )
+    p = sharing(w, MergeContext(AttentionSpec(), 6))
+    for budget in (0, 5, 1000):
+        assert search(p.pairs().numpy(), p.cost, 4, budget=budget) == hidden
+
+
+def test_search_never_loses_to_the_neighbours_and_is_deterministic() -> None:
+    for seed in range(4):
+        p = problem(12, seed)
+        pairs = p.pairs().numpy()
+        found = search(pairs, p.cost, 3)
+        assert found == search(pairs.copy(), p.cost, 3)
+        assert p.residual(found) <= p.residual(((0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11)))
+        assert sorted(h for g in found for h in g) == list(range(12))
+
+
+def test_the_budget_holds() -> None:
+    p, calls = problem(16, 0), []
+    search(p.pairs().numpy(), lambda g: calls.append(g) or p.cost(g), 4, budget=60)
+    assert len(calls) <= 60 + 2 * 4
+    assert len(calls) == len(set(calls))
+    assert evaluations(128) == 4000 and 150 < evaluations(512) < 400 and evaluations(4096) == 24
+
+
+def test_trivial_partitions_cost_nothing() -> None:
+    def never(group: tuple[int, ...]) -> float:
+        raise AssertionError(group)
+
+    assert search(np.ones((4, 4)), never, 1) == ((0, 1, 2, 3),)
+    assert search(np.ones((4, 4)), never, 4) == ((0,), (1,), (2,), (3,))
+    assert canonical([[3, 1], [2, 0]]) == ((0, 2), (1, 3))
+
+
+SITES = {"model.layers.0.self_attn": (4, 2), "model.layers.1.self_attn": (4, 2)}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        [[0, 2], [3, 1]],
+        {"0": [[0, 2], [3, 1]], "1": [[0, 2], [3, 1]]},
+        {"grouping": {path: [[0, 2], [3, 1]] for path in SITES}, "method": "joint"},
+    ],
+)
+def test_groupings_are_read_as_written(content: object, tmp_path: Path) -> None:
+    file = tmp_path / "g.json"
+    file.write_text(json.dumps(content))
+    assert read_groupings(file, SITES) == dict.fromkeys(SITES, ((0, 2), (3, 1)))
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("{", "JSON"),
+        ('{"0": [[0, 2], [3, 1]]}', "no entry for model.layers.1"),
+        ("[[0, 1, 2], [3]]", "2 groups of 2"),
+        ("[[0, 1], [1, 2]]", "each head once"),
+        ('[["a", 1], [2, 3]]', "whole numbers"),
+        ("[[true, 0], [2, 3]]", "whole numbers"),
+        ("3", "list of lists"),
+    ],
+)
+def test_bad_grouping_files_are_refused(content: str, says: str, tmp_path: Path) -> None:
+    file = tmp_path / "g.json"
+    file.write_text(content)
+    with pytest.raises(UsageError, match=says):
+        read_groupings(file, SITES)
+    with pytest.raises(UsageError, match="--grouping"):
+        read_groupings(tmp_path / "missing.json", SITES)

@@ -167,6 +167,8 @@ def main() -> None:
         rounds = measure(source, Path(folder), args)
     median = {name: statistics.median(run["seconds"] for run in runs) for name, runs in rounds.items()}
     record = {
+        "schema_version": 1,
+        "command": "benchmarks/convert_speed.py",
         **provenance(seed=args.seed),
         "load_average": [
             round(value, 2) for value in os.getloadavg()

@@ -1,0 +1,149 @@
+"""The rows of the quality table: which configurations, in which order, and what each costs in FLOPs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+# What happens after heads have been merged: (--refit, --reconstruct).
+VARIANTS: dict[str, tuple[bool, bool]] = {
+    "merged": (False, False),
+    "refit": (True, False),
+    "reconstruct": (False, True),
+    "refit+reconstruct": (True, True),
+}
+OBJECTIVES = ("mean+ce", "mean+kd", "joint+ce", "joint+kd", "original+ce")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One configuration to measure.
+
+    Args:
+        stage: `baselines`, `convert`, `tune` or `uptrain`.
+        method: Merging method, `original`, or start and objective (`joint+kd`).
+        groups: KV heads G.
+        variant: A key of `VARIANTS`; `weights-only` and `neighbours` are special cases of `joint`.
+        seed: Seed of sampling, of the order of the data.
+        alpha: Share of the original tokens that is uptrained.
+        lr: Peak learning rate, None for the one that tuning chose.
+    """
+
+    stage: str
+    method: str
+    groups: int
+    variant: str = ""
+    seed: int = 0
+    alpha: float | None = None
+    lr: float | None = None
+
+    @property
+    def key(self) -> str:
+        """A readable name, unique in a table, that `--only` searches."""
+        parts = [self.stage, self.method, f"G{self.groups}", self.variant]
+        parts += [f"alpha{self.alpha:g}"] if self.alpha is not None else []
+        parts += [f"lr{self.lr:g}"] if self.lr is not None else []
+        return "/".join([*filter(None, parts), f"seed{self.seed}"])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Key and fields, without those that do not apply."""
+        return {"key": self.key} | {k: v for k, v in asdict(self).items() if v not in (None, "")}
+
+
+def baseline_rows(num_kv_heads: int, groups: Sequence[int]) -> Iterator[Row]:
+    """The original, then the paper's poolings."""
+    yield Row("baselines", "original", num_kv_heads)
+    for g in groups:
+        yield from (Row("baselines", method, g) for method in ("mean", "first", "random"))
+
+
+def convert_rows(
+    groups: Sequence[int], methods: Sequence[str], variants: Sequence[str], seeds: Sequence[int]
+) -> Iterator[Row]:
+    """Calibrated merging; the first seed of everything before the further seeds of what is stochastic."""
+    for variant in variants:
+        for method in methods:
+            yield from (Row("convert", method, g, variant, seeds[0]) for g in groups)
+    if "joint" in methods:
+        yield from (Row("convert", "joint", g, v) for v in ("weights-only", "neighbours") for g in groups)
+    for seed in seeds[1:]:
+        for variant in variants:
+            if VARIANTS[variant][1]:
+                yield from (Row("convert", m, g, variant, seed) for m in methods for g in groups)
+
+
+def uptrain_rows(
+    stage: str,
+    num_kv_heads: int,
+    groups: Sequence[int],
+    alphas: Sequence[float],
+    seeds: Sequence[int],
+    lrs: Sequence[float | None],
+    objectives: Sequence[str] = OBJECTIVES,
+) -> Iterator[Row]:
+    """Every start and objective, each at every rate in `lrs`; small budgets first."""
+    for seed in seeds:
+        for alpha in alphas:
+            for name in objectives:
+                for g in [num_kv_heads] if name.startswith("original") else groups:
+                    yield from (Row(stage, name, g, seed=seed, alpha=alpha, lr=lr) for lr in lrs)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a forward pass costs.
+
+    Args:
+        matrix: Parameters that every token is multiplied by (all matrices, the head among them).
+        attention: Those of the attention projections alone.
+        scores: Per token and layer sum of `heads * head_dim`, for attention scores.
+    """
+
+    matrix: int
+    attention: int
+    scores: int
+
+    def forward(self, window: int) -> float:
+        """FLOPs per token of a forward pass over causal windows: matrices, then scores and mixing."""
+        return 2.0 * self.matrix + 2.0 * window * self.scores
+
+    def attention_step(self, window: int) -> float:
+        """FLOPs per token of forward and backward through the attention modules alone (3 x forward)."""
+        return 3.0 * (2.0 * self.attention + 2.0 * window * self.scores)
+
+
+def model_shape(model: Any) -> Shape:
+    """The `Shape` of a loaded causal language model."""
+    config = model.config.get_text_config()
+    matrix = sum(p.numel() for p in model.parameters() if p.dim() >= 2)
+    if model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
+        matrix -= model.get_input_embeddings().weight.numel()  # a table that is looked up costs nothing
+    matrix -= sum(
+        p.numel() for n, p in model.named_parameters() if n.endswith(("wpe.weight", "position.weight"))
+    )
+    attention = sum(
+        p.numel()
+        for n, p in model.named_parameters()
+        if p.dim() >= 2 and (".attn." in n or "attention." in n or "self_attn." in n)
+    )
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return Shape(matrix, attention, config.num_hidden_layers * config.num_attention_heads * head_dim)
+
+
+def uptrain_flops(student: Shape, teacher: Shape | None, tokens: int, window: int) -> float:
+    """Forward and backward of the student (3 x forward), and the teacher's forward."""
+    per_token = 3 * student.forward(window) + (teacher.forward(window) if teacher else 0.0)
+    return tokens * per_token
+
+
+def convert_flops(
+    source: Shape, student: Shape, window: int, tokens: int, refit: bool, visits: int, eval_tokens: int = 0
+) -> float:
+    """Calibration included, an upper estimate: one pass of the source over `tokens` for the statistics and
+    one for the targets, a pass of the student for a sequential refit, `visits` token visits in each layer of
+    forward and backward through the attention modules, and the early-stopping evaluations.
+    """
+    total = tokens * source.forward(window) * (2 if refit or visits else 1)
+    total += tokens * student.forward(window) * refit
+    return total + visits * student.attention_step(window) + eval_tokens * student.attention_step(window) / 3

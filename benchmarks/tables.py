@@ -1,0 +1,122 @@
+"""Render the tables that the README quotes from `benchmarks/results/*.json`, and from nowhere else.
+
+python benchmarks/tables.py            # every table, as Markdown
+python benchmarks/tables.py quality    # one of them
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table; the first column is text, the others figures."""
+    rule = ["---"] + ["--:"] * (len(head) - 1)
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, rule, *rows))
+
+
+def mean_and_spread(values: Sequence[float]) -> str:
+    """`3.365`, or `3.365 ± 0.002` (standard deviation) where there are several seeds."""
+    if not values:
+        return ""
+    text = f"{statistics.mean(values):.3f}"
+    return text if len(values) < 2 else f"{text} ± {statistics.stdev(values):.3f}"
+
+
+def _label(row: Mapping[str, Any]) -> str:
+    variant = row.get("variant", "")
+    extra = {"": "", "merged": ""}.get(variant, f", {variant}")
+    alpha = f", alpha {row['alpha']:g}" if "alpha" in row else ""
+    return f"{row['method']}{extra}{alpha}"
+
+
+def quality(record: Mapping[str, Any]) -> str:
+    """Losses by method and number of KV heads; seeds are averaged."""
+    rows = [row for row in record["rows"] if row["stage"] != "tune"]
+    original = next(row for row in rows if row["method"] == "original")
+    kv_heads = record["num_kv_heads"]
+    groups = sorted({row["groups"] for row in rows} - {kv_heads}, reverse=True)
+    controls = [row for row in rows if row["groups"] == kv_heads and row is not original]
+    cells: dict[str, dict[int, list[float]]] = {}
+    for row in rows:
+        if row["groups"] != kv_heads:
+            cells.setdefault(_label(row), {}).setdefault(row["groups"], []).append(row["loss"])
+    head = ["loss, nats per token", *(f"{kv_heads // g}:1 (G={g})" for g in groups)]
+    lines = [[name, *(mean_and_spread(by.get(g, [])) for g in groups)] for name, by in cells.items()]
+    protocol = record["protocol"]
+    text = (
+        f"`{record['model']}`, original {original['loss']:.3f}; protocol {protocol['name']}, window "
+        f"{protocol['window']}, {protocol['tokens']:,} tokens, {protocol['dtype']}.\n\n"
+        + markdown(head, lines)
+    )
+    if controls:
+        done = ", ".join(f"alpha {row['alpha']:g}: {row['loss']:.3f}" for row in controls)
+        text += f"\n\nControl, the MHA original continued on the same tokens: {done}."
+    return text
+
+
+def cost(record: Mapping[str, Any]) -> str:
+    """What each row cost: unique tokens, token visits, FLOPs with calibration included, seconds."""
+    head = ["row", "G", "loss", "gap", "unique tokens", "token visits", "FLOPs", "seconds"]
+    lines = [
+        [
+            _label(row),
+            str(row["groups"]),
+            f"{row['loss']:.3f}",
+            f"{row['gap']:+.3f}",
+            f"{row.get('unique_tokens', 0):,}",
+            f"{row.get('token_visits', 0):,}",
+            f"{row.get('flops', 0):.1e}",
+            f"{row.get('seconds', 0):.0f}",
+        ]
+        for row in record["rows"]
+        if row["stage"] != "tune" and row.get("seed", 0) == 0
+    ]
+    return markdown(head, lines)
+
+
+def convert_speed(record: Mapping[str, Any]) -> str:
+    """Seconds and memory of conversion beside a copy and the way by hand."""
+    names = {"cp": "`cp -r`", "convert": "`mha2gqa convert`", "by_hand": "load, modify, `save_pretrained`"}
+    seconds, memory = record["median_seconds"], record["peak_anonymous_mib"]
+    lines = [
+        [label, f"{seconds[name]:.1f}", f"{seconds[name] / seconds['cp']:.2f}", f"{memory[name]:.0f}"]
+        for name, label in names.items()
+    ]
+    checkpoint = record["checkpoint"]
+    return (
+        f"{checkpoint['bytes'] / 1e9:.1f} GB in {checkpoint['shards']} shards, median of "
+        f"{len(record['rounds']['cp'])} rounds, each synced.\n\n"
+        + markdown(["", "seconds", "of `cp`", "anonymous memory, MiB"], lines)
+    )
+
+
+RENDERERS: dict[str, Sequence[Callable[[Mapping[str, Any]], str]]] = {
+    "benchmarks/quality.py": (quality, cost),
+    "benchmarks/convert_speed.py": (convert_speed,),
+}
+
+
+def render(path: Path) -> str:
+    """All tables of one results file; empty where no table is known for it."""
+    record = json.loads(path.read_text(encoding="utf-8"))
+    tables = [renderer(record) for renderer in RENDERERS.get(record.get("command", ""), ())]
+    return "\n\n".join([f"### {path.stem}", *tables]) if tables else ""
+
+
+def main() -> None:
+    """Print the tables whose file names begin with a word of the command line, or all."""
+    words = tuple(sys.argv[1:]) or ("",)
+    files = [path for path in sorted(RESULTS.glob("*.json")) if path.stem.startswith(words)]
+    print("\n\n".join(filter(None, map(render, files))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""The quality benchmark plans every row, counts FLOPs rightly, resumes, and renders its tables."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import pico_llama
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+import _quality_rows as rows
+import tables
+
+
+def test_rows_are_unique_and_the_first_seed_of_everything_comes_first() -> None:
+    plan = [
+        *rows.baseline_rows(16, [4, 1]),
+        *rows.convert_rows([4, 1], ["joint", "mean"], ["merged", "reconstruct"], [0, 1, 2]),
+        *rows.uptrain_rows("uptrain", 16, [4, 1], [0.01, 0.05], [0], [None]),
+    ]
+    keys = [row.key for row in plan]
+    assert len(set(keys)) == len(keys)
+    assert keys[0] == "baselines/original/G16/seed0"
+    # 1 + 3*2 baselines; 2 methods x 2 variants x 2 G + 2 special x 2 G + 2 seeds x 2 methods x 2 G;
+    # (4 recipes x 2 G + 1 control) x 2 alphas
+    assert len(keys) == 7 + (8 + 4 + 8) + 18
+    converted = [row for row in plan if row.stage == "convert"]
+    assert [row.seed for row in converted] == sorted(row.seed for row in converted)
+    assert {row.groups for row in plan if row.method == "original+ce"} == {16}
+
+
+def test_a_row_keeps_only_the_fields_that_apply() -> None:
+    row = rows.Row("uptrain", "joint+kd", 4, alpha=0.05)
+    assert row.to_dict() == {
+        "key": "uptrain/joint+kd/G4/alpha0.05/seed0",
+        "stage": "uptrain",
+        "method": "joint+kd",
+        "groups": 4,
+        "seed": 0,
+        "alpha": 0.05,
+    }
+
+
+@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}, {"num_key_value_heads": 2}])
+def test_forward_flops_equal_what_torch_counts(changes: dict[str, Any]) -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model = pico_llama(attn_implementation="eager", **changes)
+    window, shape = 16, rows.model_shape(model)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(input_ids=torch.zeros(3, window, dtype=torch.long))
+    # Eager attention computes the whole square of scores and mixtures: twice the causal half we count.
+    # The rotary table is one multiplication per dimension and position, which torch counts as a matmul.
+    rotary = 2 * window * model.config.head_dim // 2
+    whole = window * 3 * (shape.forward(window) + 2.0 * window * shape.scores)
+    assert whole == pytest.approx(counter.get_total_flops(), abs=3 * rotary)
+
+
+def test_attention_parameters_are_those_of_the_projections() -> None:
+    model = pico_llama(num_key_value_heads=2)
+    per_layer = 32 * 32 * 2 + 2 * 8 * 32
+    assert rows.model_shape(model).attention == 2 * per_layer
+
+
+def test_uptraining_costs_three_forwards_and_the_teachers_one() -> None:
+    shape = rows.Shape(matrix=100, attention=40, scores=8)
+    forward = 2 * 100 + 2 * 10 * 8
+    assert shape.forward(10) == forward
+    assert rows.uptrain_flops(shape, None, 7, 10) == 7 * 3 * forward
+    assert rows.uptrain_flops(shape, shape, 7, 10) == 7 * 4 * forward
+
+
+def _record() -> dict[str, Any]:
+    def row(loss: float, **fields: Any) -> dict[str, Any]:
+        return {"loss": loss, "gap": loss - 3.31, "groups": 4, "seed": 0, **fields}
+
+    return {
+        "command": "benchmarks/quality.py",
+        "model": "m",
+        "num_kv_heads": 16,
+        "protocol": {"name": "blocks", "window": 512, "dtype": "float32", "tokens": 1000},
+        "rows": [
+            row(3.31, stage="baselines", method="original", groups=16),
+            row(8.357, stage="baselines", method="mean"),
+            row(9.571, stage="baselines", method="mean", groups=1),
+            *(
+                row(3.36 + s / 1000, stage="convert", method="joint", variant="reconstruct", seed=s)
+                for s in range(3)
+            ),
+            row(1.0, stage="tune", method="joint+kd", alpha=0.01, lr=1e-3),
+            row(3.301, stage="uptrain", method="joint+kd", alpha=0.05),
+            row(3.318, stage="uptrain", method="original+ce", alpha=0.05, groups=16),
+        ],
+    }
+
+
+def test_the_table_averages_seeds_and_leaves_tuning_out(tmp_path: Path) -> None:
+    path = tmp_path / "quality.json"
+    path.write_text(json.dumps(_record()))
+    text = tables.render(path)
+    assert "| loss, nats per token | 4:1 (G=4) | 16:1 (G=1) |" in text
+    assert "| mean | 8.357 | 9.571 |" in text
+    assert "| joint, reconstruct | 3.361 ± 0.001 |  |" in text
+    assert "| joint+kd, alpha 0.05 | 3.301 |  |" in text
+    assert "1.000" not in text
+    assert "continued on the same tokens: alpha 0.05: 3.318" in text
+    assert "original 3.310; protocol blocks, window 512, 1,000 tokens, float32" in text
+
+
+def test_every_results_file_is_rendered() -> None:
+    for path in tables.RESULTS.glob("*.json"):
+        record = json.loads(path.read_text())
+        if record.get("command") in tables.RENDERERS:
+            assert tables.render(path).startswith(f"### {path.stem}")

@@ -1,0 +1,357 @@
+"""How long to uptrain: alpha -> tokens -> steps, and the learning-rate curve. No torch here."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ..errors import UsageError
+
+Train = Literal["all", "attention", "lora"]
+SCHEDULES = ("linear", "cosine", "wsd", "constant")
+TRAINED = ("all", "attention", "lora")
+
+
+@dataclass(frozen=True)
+class Pretraining:
+    """What is published about a family's pretraining.
+
+    Args:
+        pattern: Regular expression, searched case-insensitively in a hub id or folder name.
+        tokens: Pretraining tokens.
+        source: Where the number stands.
+    """
+
+    pattern: str
+    tokens: int
+    source: str
+
+
+T, B = 10**12, 10**9
+
+# The first match wins, so narrower patterns stand above wider ones.
+PRETRAINING: tuple[Pretraining, ...] = (
+    Pretraining(r"code-?llama", 2_500 * B, "arXiv:2308.12950 (2T of Llama 2 and 500B of code)"),
+    Pretraining(r"llama-?2", 2 * T, "arXiv:2307.09288, table 1"),
+    Pretraining(r"open[-_]?llama", 1 * T, "model card of openlm-research/open_llama"),
+    Pretraining(r"\bllama-?(30|33|65)b", 1_400 * B, "arXiv:2302.13971, table 2"),
+    Pretraining(r"\bllama-?(1-)?(7|13)b", 1 * T, "arXiv:2302.13971, table 2"),
+    Pretraining(r"\bamber\b", 1_259 * B, "arXiv:2312.06550"),
+    Pretraining(r"pythia", 299_892_736_000, "arXiv:2304.01373 (143,000 steps of 2,097,152 tokens)"),
+    Pretraining(r"gpt-neox-20b", 472 * B, "arXiv:2204.06745 (150,000 steps of 3.15M tokens)"),
+    Pretraining(r"gpt-j-6b", 402 * B, "model card of EleutherAI/gpt-j-6b"),
+    Pretraining(r"olmoe", 5_133 * B, "arXiv:2409.02060"),
+    Pretraining(r"olmo-?2.*13b", 5_600 * B, "arXiv:2501.00656"),
+    Pretraining(r"olmo-?2.*7b", 4_050 * B, "arXiv:2501.00656"),
+    Pretraining(r"olmo-7b", 2_460 * B, "arXiv:2402.00838, table 1"),
+    Pretraining(r"olmo-1b", 2 * T, "arXiv:2402.00838, table 1"),
+    Pretraining(r"phi-?1[._]5", 150 * B, "arXiv:2309.05463"),
+    Pretraining(r"phi-?2\b", 1_400 * B, "model card of microsoft/phi-2"),
+    Pretraining(r"phi-?3-mini", 3_300 * B, "arXiv:2404.14219"),
+    Pretraining(r"stablelm-3b-4e1t", 4 * T, "model card of stabilityai/stablelm-3b-4e1t"),
+    Pretraining(r"stablelm-2-1[._]6b", 2 * T, "arXiv:2402.17834"),
+    Pretraining(r"qwen1[._]5", 3 * T, "arXiv:2407.10671 (names 3T for Qwen1.5)"),
+    Pretraining(r"qwen-14b", 3 * T, "arXiv:2309.16609, table 1"),
+    Pretraining(r"qwen-7b", 2_400 * B, "arXiv:2309.16609, table 1"),
+    Pretraining(r"qwen-1[._]8b", 2_200 * B, "arXiv:2309.16609, table 1"),
+    Pretraining(r"\bgemma-7b", 6 * T, "arXiv:2403.08295"),
+    Pretraining(r"smollm2-1[._]7b", 11 * T, "arXiv:2502.02737"),
+    Pretraining(r"smollm-1[._]7b", 1 * T, "model card of HuggingFaceTB/SmolLM-1.7B"),
+    Pretraining(r"deepseek-(llm|coder)", 2 * T, "arXiv:2401.02954, arXiv:2401.14196"),
+    Pretraining(r"baichuan2", 2_600 * B, "arXiv:2309.10305"),
+    Pretraining(r"mpt-(7|30)b", 1 * T, "model card of mosaicml/mpt-7b"),
+    Pretraining(r"falcon-rw-1b", 350 * B, "model card of tiiuae/falcon-rw-1b"),
+    Pretraining(r"bloom\b(?!-)", 366 * B, "arXiv:2211.05100"),
+    Pretraining(r"\bt5-(v1|small|base|large|3b|11b)", 1 * T, "arXiv:1910.10683, section 3.7"),
+)
+
+
+def known_pretraining(name: str | None) -> Pretraining | None:
+    """The published pretraining of a model, by hub id or folder name.
+
+    Example:
+        >>> known_pretraining("meta-llama/Llama-2-7b-hf").tokens
+        2000000000000
+    """
+    if not name:
+        return None
+    return next((known for known in PRETRAINING if re.search(known.pattern, name, re.IGNORECASE)), None)
+
+
+@dataclass(frozen=True)
+class UptrainConfig:
+    """Everything an uptraining run needs; the recipe's `uptrain:` block and the CLI fill the same fields.
+
+    Args:
+        model: Checkpoint to train (a folder or a hub id).
+        out: Folder of the result; `<out>.uptrain` beside it holds the run while it lasts.
+        data: Text files, folders or hub data sets.
+        alpha: Fraction of the original pretraining tokens (0.05 is the paper's).
+        original_tokens: Pretraining tokens of the original model; known for many public families.
+        original_steps, original_batch_tokens: The same, as steps of that many tokens.
+        tokens: Train this many tokens instead of a fraction.
+        text_column: Column of JSONL, parquet and hub data.
+        window: Tokens per block; default: the model's positions, at most 2048.
+        batch_tokens: Tokens per optimiser step over all processes.
+        learning_rate: Peak rate; default `default_learning_rate(hidden_size)`.
+        warmup_steps: Steps of linear warm-up, or a fraction below 1; default `min(50, steps / 5)`.
+        lr_scheduler_type: `linear`, `cosine`, `wsd` (constant, last 30 % down to 0) or `constant`.
+        teacher: The original model, `none` for plain next-token loss, or None for the manifest's source.
+        temperature: Distillation temperature.
+        ce_weight: Share of the next-token loss beside distillation, 0 to 1.
+        train: `all` parameters, `attention` only, or `lora` (pooled K/V in full, q and o low-rank).
+        lora_r, lora_alpha, lora_dropout: Adapter rank, scale and dropout.
+        eval_data: Held-out text; by default a share of `data`.
+        holdout: Share of documents of `data` held out by content hash when `eval_data` is None.
+        eval_tokens: At most this many held-out tokens are scored each time.
+        streaming: Read the data as it comes, unshuffled, instead of shuffling it first.
+        isolate_documents: Keep packed documents from attending to each other.
+        seed: Order of the data, dropout, adapters.
+        device: `auto`, `cpu`, `cuda`, …
+        torch_compile: Compile the decoder layers; default: on a GPU when the run is long enough to pay.
+        save_steps: Steps between resumable checkpoints (a fraction below 1 is of all steps).
+        save_total_limit: How many of them are kept.
+        logging_steps: Steps between log entries.
+        eval_steps: Steps between held-out evaluations; default: ten in all.
+        keep_checkpoints: Leave `<out>.uptrain` in place at the end.
+        force: Replace an `out` that one of our commands wrote.
+        trust_remote_code: Run model code that comes with a checkpoint.
+        training_args: Further `transformers.TrainingArguments`, by their own names.
+    """
+
+    model: str
+    out: str
+    data: tuple[str, ...]
+    alpha: float | None = None
+    original_tokens: int | None = None
+    original_steps: int | None = None
+    original_batch_tokens: int | None = None
+    tokens: int | None = None
+    text_column: str = "text"
+    window: int | None = None
+    batch_tokens: int = 65_536
+    learning_rate: float | None = None
+    warmup_steps: float | None = None
+    lr_scheduler_type: str = "linear"
+    teacher: str | None = None
+    temperature: float = 1.0
+    ce_weight: float = 0.0
+    train: str = "all"
+    lora_r: int = 16
+    lora_alpha: int = 32
+    lora_dropout: float = 0.0
+    eval_data: tuple[str, ...] | None = None
+    holdout: float = 0.01
+    eval_tokens: int = 262_144
+    streaming: bool = False
+    isolate_documents: bool = False
+    seed: int = 0
+    device: str = "auto"
+    torch_compile: bool | None = None
+    save_steps: float = 0.1
+    save_total_limit: int = 2
+    logging_steps: int = 10
+    eval_steps: int | None = None
+    keep_checkpoints: bool = False
+    force: bool = False
+    trust_remote_code: bool = False
+    training_args: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        choices = (("lr_scheduler_type", SCHEDULES), ("train", TRAINED))
+        for name, allowed in choices:
+            if getattr(self, name) not in allowed:
+                raise UsageError(
+                    f"{getattr(self, name)!r} is not known",
+                    where=name,
+                    fix=f"use one of {', '.join(allowed)}",
+                )
+        for name in ("batch_tokens", "eval_tokens", "save_total_limit", "logging_steps", "lora_r"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{getattr(self, name)} is too small", where=name, fix="give at least 1")
+        if not 0 <= self.ce_weight <= 1:
+            raise UsageError(f"{self.ce_weight} is not a share", where="ce_weight", fix="give 0 to 1")
+        if not self.temperature > 0:
+            raise UsageError(f"{self.temperature} is not positive", where="temperature", fix="1 is usual")
+        if not 0 <= self.holdout < 1:
+            raise UsageError(
+                f"{self.holdout} is not a share", where="holdout", fix="give a fraction such as 0.01"
+            )
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The bill of a run, in tokens.
+
+    Args:
+        alpha: Fraction of the original tokens, None where those are unknown.
+        tokens: Tokens that will be trained (`steps * batch_tokens`).
+        steps: Optimiser steps.
+        batch_tokens: Tokens per step, over all processes.
+        window: Tokens per block.
+        original_tokens: Pretraining tokens of the original.
+        original_source: Where that number comes from.
+    """
+
+    alpha: float | None
+    tokens: int
+    steps: int
+    batch_tokens: int
+    window: int
+    original_tokens: int | None
+    original_source: str | None
+
+    @property
+    def blocks_per_step(self) -> int:
+        """Blocks of `window` tokens per optimiser step."""
+        return self.batch_tokens // self.window
+
+    def sentence(self) -> str:
+        """One line for the log: what will be trained."""
+        share = "alpha unknown" if self.alpha is None else f"alpha {self.alpha:.4g}"
+        origin = (
+            "" if self.original_tokens is None else f" of {self.original_tokens:,} ({self.original_source})"
+        )
+        return (
+            f"{share}{origin}: {self.tokens:,} tokens = {self.steps:,} steps of {self.batch_tokens:,} "
+            f"({self.blocks_per_step} blocks of {self.window})"
+        )
+
+
+def _original(config: UptrainConfig, name: str | None) -> tuple[int | None, str | None]:
+    """Pretraining tokens of the original and where the number comes from."""
+    steps, batch = config.original_steps, config.original_batch_tokens
+    if (steps is None) != (batch is None):
+        given, missing = (
+            ("original_steps", "original_batch_tokens")
+            if batch is None
+            else ("original_batch_tokens", "original_steps")
+        )
+        raise UsageError(f"needs {missing} beside it", where=given, fix="or give original_tokens alone")
+    if steps is not None and batch is not None:
+        if config.original_tokens not in (None, steps * batch):
+            raise UsageError(
+                f"{config.original_tokens:,} is not {steps:,} steps x {batch:,} tokens",
+                where="original_tokens",
+                fix="give one of the two",
+            )
+        return steps * batch, "given as steps x tokens"
+    if config.original_tokens is not None:
+        if config.original_tokens < 1:
+            raise UsageError(f"{config.original_tokens} is not a token count", where="original_tokens")
+        return config.original_tokens, "given"
+    known = known_pretraining(name)
+    return (known.tokens, known.source) if known else (None, None)
+
+
+def _check_alpha(alpha: float) -> None:
+    if not alpha > 0 or not math.isfinite(alpha):
+        raise UsageError(f"{alpha} trains nothing", where="alpha", fix="give a fraction such as 0.05")
+    if alpha > 1:
+        raise UsageError(
+            f"{alpha:g} is more than the whole pretraining",
+            where="alpha",
+            fix=f"alpha is a fraction: did you mean {alpha / 100:g} ({alpha:g} %)?",
+        )
+
+
+def plan_budget(config: UptrainConfig, *, window: int, name: str | None = None) -> Budget:
+    """Turn alpha (or a token count) into optimiser steps.
+
+    Args:
+        config: The run; `alpha`, `original_*`, `tokens` and `batch_tokens` are read.
+        window: Tokens per block.
+        name: Hub id or folder name of the *original* model, to look its pretraining up.
+
+    Returns:
+        The budget, rounded to whole steps (at least half a step must be asked for).
+
+    Raises:
+        UsageError: Contradictory, missing or impossible numbers; a budget that rounds to 0 steps.
+
+    Example:
+        >>> run = UptrainConfig("m", "o", ("d",), alpha=0.05, original_steps=6000, original_batch_tokens=65536)
+        >>> plan_budget(run, window=512).steps
+        300
+    """
+    if window < 1:
+        raise UsageError(f"{window} is not a length", where="window", fix="give a number of tokens")
+    if (config.alpha is None) == (config.tokens is None):
+        what = "give one of alpha and tokens, not both" if config.alpha is not None else "how long to train?"
+        raise UsageError(
+            what, where="alpha / tokens", fix="alpha 0.05 with original_tokens, or tokens 20000000"
+        )
+    original, source = _original(config, name)
+    if config.alpha is not None:
+        _check_alpha(config.alpha)
+        if original is None:
+            raise UsageError(
+                "the pretraining tokens of the original are not known",
+                where="alpha",
+                fix="give original_tokens (or original_steps and original_batch_tokens), or tokens",
+            )
+        wanted = config.alpha * original
+    else:
+        assert config.tokens is not None
+        if config.tokens < 1:
+            raise UsageError(f"{config.tokens} trains nothing", where="tokens", fix="give a token count")
+        wanted = float(config.tokens)
+    blocks = config.batch_tokens // window
+    if blocks < 1:
+        raise UsageError(
+            f"{config.batch_tokens:,} tokens a step is less than one block of {window:,}",
+            where="batch_tokens",
+            fix=f"give at least {window:,}, or a smaller window",
+        )
+    batch_tokens = blocks * window
+    steps = round(wanted / batch_tokens)
+    if steps < 1:
+        raise UsageError(
+            f"{wanted:,.0f} tokens round to 0 steps of {batch_tokens:,}",
+            where="alpha" if config.alpha is not None else "tokens",
+            fix=f"ask for at least {batch_tokens:,} tokens or lower batch_tokens",
+        )
+    tokens = steps * batch_tokens
+    alpha = config.alpha if config.alpha is not None else (tokens / original if original else None)
+    return Budget(alpha, tokens, steps, batch_tokens, window, original, source)
+
+
+def default_learning_rate(hidden_size: int) -> float:
+    """1e-3 at a width of 512, falling as 1 / width above.
+
+    1e-3 is two thirds of the pretraining peak of the 512-wide reference model, and the rate of every
+    uptraining figure measured on it; wider models want proportionally less.
+    """
+    return 1e-3 * min(1.0, 512 / hidden_size)
+
+
+def warmup_count(warmup: float | None, steps: int) -> int:
+    """Warm-up in steps from a count, a fraction below 1, or None (`min(50, steps / 5)`)."""
+    if warmup is None:
+        return min(50, steps // 5)
+    return round(warmup * steps) if warmup < 1 else int(warmup)
+
+
+def learning_rate_factor(step: int, steps: int, warmup: int, schedule: str) -> float:
+    """The multiple of the peak learning rate at a step.
+
+    Args:
+        step: 0 for the first optimiser step.
+        steps: All steps of the run.
+        warmup: Steps of linear warm-up; the first step already moves.
+        schedule: `linear` or `cosine` to 0, `wsd` (constant, last 30 % linear to 0), `constant`.
+    """
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    done = min(1.0, (step - warmup) / max(1, steps - warmup))
+    if schedule == "linear":
+        return 1 - done
+    if schedule == "cosine":
+        return 0.5 * (1 + math.cos(math.pi * done))
+    if schedule == "wsd":
+        decay = max(1, round(0.3 * steps))
+        return min(1.0, max(0.0, (steps - step) / decay))
+    return 1.0

@@ -1,0 +1,238 @@
+"""What watches a run: loss spikes, interruption, speed."""
+
+from __future__ import annotations
+
+import math
+import signal
+import statistics
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+import torch
+
+from ..errors import TrainingError
+
+# Dense bf16 peak of one device in FLOP/s, by a part of its name (vendor data sheets, without sparsity).
+PEAK_FLOPS = {
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "A10G": 70e12,
+    "4090": 165e12,
+    "3090": 71e12,
+    "MI300X": 1307e12,
+}
+
+
+class Interrupted(TrainingError):
+    """The run was told to stop; everything needed to go on is saved."""
+
+    exit_code = 130
+
+
+@dataclass
+class SpikeGuard:
+    """Decides for each optimiser step whether its gradient may be used.
+
+    A loss or gradient norm that is not finite, or a loss far above chance, stops the run at once, before
+    it touches the weights. A
+    gradient norm `factor` times the recent median, with a loss above its own median, is skipped; after
+    `patience` skipped steps in a row the run stops.
+
+    Args:
+        uniform: Loss of a uniform guess, log(vocabulary); thrice it (or thrice the first loss) is divergence.
+        factor: How many medians are a spike; 0 switches spikes off.
+        history: Steps the medians look back on.
+        warmup: Steps before spikes are judged.
+        patience: Skipped steps in a row before the run stops.
+    """
+
+    uniform: float = math.inf
+    factor: float = 10.0
+    history: int = 100
+    warmup: int = 20
+    patience: int = 10
+    skipped: list[int] = field(default_factory=list)
+    unlabelled: list[int] = field(default_factory=list)
+    norms: deque[float] = field(default_factory=deque)
+    losses: deque[float] = field(default_factory=deque)
+    in_a_row: int = 0
+    first: float | None = None
+
+    def accept(self, step: int, loss: float, norm: float, labels: int) -> bool:
+        """Judge one step.
+
+        Args:
+            step: Number of the step, from 1.
+            loss: Mean loss over the step's labelled tokens.
+            norm: Gradient norm before clipping.
+            labels: Labelled tokens of the step.
+
+        Returns:
+            Whether the optimiser may use the gradient.
+
+        Raises:
+            TrainingError: Not finite, or too many skipped in a row.
+        """
+        if labels == 0:
+            self.unlabelled.append(step)
+            return False
+        self.first = loss if self.first is None else self.first
+        diverged = loss > 3 * max(self.uniform, self.first)
+        if diverged or not (math.isfinite(loss) and math.isfinite(norm)):
+            raise TrainingError(
+                f"loss {loss:g}, gradient norm {norm:g} at step {step}",
+                where="uptrain",
+                fix="lower learning_rate or lengthen warmup_steps; the last good checkpoint is kept",
+            )
+        if self._spikes(loss, norm):
+            self.skipped.append(step)
+            self.in_a_row += 1
+            if self.in_a_row >= self.patience:
+                raise TrainingError(
+                    f"{self.patience} steps in a row spiked, the last at step {step} with loss {loss:.3g} "
+                    f"(median {statistics.median(self.losses):.3g}) and gradient norm {norm:.3g} "
+                    f"(median {statistics.median(self.norms):.3g})",
+                    where="uptrain",
+                    fix="lower learning_rate; the last good checkpoint is kept",
+                )
+            return False
+        self.in_a_row = 0
+        for values, value in ((self.norms, norm), (self.losses, loss)):
+            values.append(value)
+            if len(values) > self.history:
+                values.popleft()
+        return True
+
+    def _spikes(self, loss: float, norm: float) -> bool:
+        if not self.factor or len(self.norms) < self.warmup:
+            return False
+        norm_limit = self.factor * statistics.median(self.norms)
+        return norm > norm_limit and loss > statistics.median(self.losses)
+
+    def state(self) -> dict[str, Any]:
+        """What a resumed run needs to judge alike."""
+        return {
+            "skipped": self.skipped,
+            "unlabelled": self.unlabelled,
+            "norms": list(self.norms),
+            "losses": list(self.losses),
+            "in_a_row": self.in_a_row,
+            "first": self.first,
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Restore `state()`."""
+        self.skipped, self.unlabelled = list(state["skipped"]), list(state["unlabelled"])
+        self.norms, self.losses = deque(state["norms"]), deque(state["losses"])
+        self.in_a_row, self.first = state["in_a_row"], state["first"]
+
+
+@contextmanager
+def stop_signals() -> Iterator[list[int]]:
+    """Collect SIGTERM and the first SIGINT instead of dying of them.
+
+    Yields:
+        A list that receives the signal numbers; a second SIGINT interrupts as usual.
+    """
+    received: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield received
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    def note(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, before[signal.SIGINT])
+
+    for number in before:
+        signal.signal(number, note)
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def flops_per_token(model: Any, window: int) -> float:
+    """Forward and backward FLOPs of one token: 6 per weight that multiplies, 12 L H d T for attention.
+
+    An untied input embedding is only looked up and does not count. Attention counts the whole square,
+    as is usual for MFU, though a causal kernel does half of it.
+    """
+    config = model.config.get_text_config()
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    weights = sum(p.numel() for p in model.parameters())
+    if head is not None and embedding is not None and head.weight is not embedding.weight:
+        weights -= embedding.weight.numel()
+    width = getattr(config, "num_attention_heads", 0) * (
+        getattr(config, "head_dim", None) or config.hidden_size // max(1, config.num_attention_heads)
+    )
+    return 6.0 * weights + 12.0 * config.num_hidden_layers * width * window
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Dense bf16 peak of a device, None where it is not in the table."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
+
+
+class Meter:
+    """Tokens per second since the last reading, without the time of evaluations and saves.
+
+    Args:
+        flops: Model FLOPs per token (with the teacher's forward where there is one).
+        peak: Peak FLOP/s of all devices together, None where unknown.
+    """
+
+    def __init__(self, flops: float, peak: float | None) -> None:
+        self.flops, self.peak = flops, peak
+        self.reset(0)
+        self.rates: list[float] = []
+
+    def reset(self, tokens: int) -> None:
+        """Start measuring at a token count."""
+        self.tokens, self.since, self.paused = tokens, time.perf_counter(), 0.0
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Leave what happens inside out of the measured time."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.paused += time.perf_counter() - begin
+
+    def read(self, tokens: int, left: int) -> dict[str, float]:
+        """Speed since the last reading.
+
+        Args:
+            tokens: Tokens trained so far.
+            left: Tokens still to train.
+
+        Returns:
+            `tokens_per_second`, `eta_seconds`, and `mfu`, `memory_gib` where they are known.
+        """
+        seconds = time.perf_counter() - self.since - self.paused
+        rate = (tokens - self.tokens) / max(seconds, 1e-9)
+        self.reset(tokens)
+        found = {"tokens_per_second": rate, "eta_seconds": left / max(rate, 1e-9)}
+        self.rates.append(rate)
+        if self.peak is not None:
+            found["mfu"] = rate * self.flops / self.peak
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            found["memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        return found

@@ -1,0 +1,281 @@
+"""Next-token cross-entropy, forward KL to the original, or a mix, a chunk of tokens at a time.
+
+Student and teacher logits over a large vocabulary never exist whole: hidden states are multiplied by the
+output head for a few thousand tokens, turned into loss and gradient in float32, and dropped.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+IGNORED = -100  # label of a position without loss, as everywhere in transformers
+CHUNK_ELEMENTS = {"cpu": 2**22, "default": 2**26}  # float32 logits of one chunk: 16 MiB, 256 MiB
+
+TeacherChunk = Callable[[slice], Tensor]
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What is minimised.
+
+    Args:
+        distil: Whether a teacher takes part.
+        temperature: Both distributions are softened by it; the KL is scaled by its square.
+        ce_weight: Share of the next-token loss (1 without a teacher).
+        compiled: Fuse the float32 work of a chunk with `torch.compile`.
+    """
+
+    distil: bool = False
+    temperature: float = 1.0
+    ce_weight: float = 1.0
+    compiled: bool = False
+
+
+@dataclass(frozen=True)
+class Head:
+    """How a model turns its last hidden states into logits: a linear map, a factor, a soft cap.
+
+    Args:
+        module: The output projection; its weight `[V, D]` is read at each call (sharding swaps it).
+        scale: Factor on the logits (`logit_scale` of Cohere, 1 / `logits_scaling` of Granite).
+        softcap: `cap * tanh(logits / cap)` of Gemma 2, or None.
+    """
+
+    module: nn.Linear
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """Apply factor and cap to the bare product, any shape."""
+        return _shape(logits, self.scale, self.softcap)
+
+
+def _shape(z: Tensor, scale: float, softcap: float | None) -> Tensor:
+    y = z if scale == 1.0 else z * scale
+    return y if softcap is None else softcap * torch.tanh(y / softcap)
+
+
+def _shape_backward(grad: Tensor, y: Tensor, scale: float, softcap: float | None) -> Tensor:
+    if softcap is not None:
+        grad = grad * (1 - (y / softcap) ** 2)
+    return grad if scale == 1.0 else grad * scale
+
+
+def objective(
+    z: Tensor,
+    labels: Tensor,
+    teacher: Tensor | None,
+    temperature: float,
+    ce_weight: float,
+    scale: float,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss of one chunk and its gradient, in z's (float) precision.
+
+    Args:
+        z: Bare student logits `[C, V]`, before factor and cap.
+        labels: Next tokens `[C]`, `IGNORED` where no loss is wanted.
+        teacher: Finished teacher logits `[C, Vt]`; columns beyond the shorter vocabulary are padding
+            and both sides are renormalised without them.
+        temperature, ce_weight: See `Objective`.
+        scale, softcap: See `Head`.
+
+    Returns:
+        The summed loss, the summed cross-entropy (0 where it would cost extra), both scalars, and
+        dloss/dz `[C, V]`.
+    """
+    keep = (labels != IGNORED).to(z.dtype)[:, None]  # [C, 1]
+    target = labels.clamp(min=0)[:, None]
+    y = _shape(z, scale, softcap)
+    grad = None
+    ce_sum = loss = z.new_zeros(())
+    same = teacher is not None and temperature == 1.0 and teacher.shape[1] >= z.shape[1]
+    if teacher is None or ce_weight > 0 or same:
+        logq = F.log_softmax(y, dim=-1)
+        ce_sum = -(logq.gather(1, target) * keep).sum()
+    if teacher is None or ce_weight > 0:
+        weight = 1.0 if teacher is None else ce_weight
+        loss = weight * ce_sum
+        grad = weight * keep * logq.exp()
+        grad = grad.scatter_add(1, target, -weight * keep)
+    if teacher is not None and ce_weight < 1:
+        width = min(z.shape[1], teacher.shape[1])
+        weight = 1.0 - ce_weight
+        soft_q = logq if same else F.log_softmax(y[:, :width] / temperature, dim=-1)
+        soft_p = F.log_softmax(teacher[:, :width] / temperature, dim=-1)
+        p = soft_p.exp()
+        loss = loss + weight * temperature**2 * ((p * (soft_p - soft_q)) * keep).sum()
+        # d/dy of T^2 KL(p || softmax(y / T)) is T (q - p)
+        kl_grad = (weight * temperature) * keep * (soft_q.exp() - p)
+        kl_grad = F.pad(kl_grad, (0, z.shape[1] - width))
+        grad = kl_grad if grad is None else grad + kl_grad
+    assert grad is not None
+    return loss, ce_sum, _shape_backward(grad, y, scale, softcap)
+
+
+@functools.cache
+def _compiled_objective() -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    return torch.compile(objective, dynamic=False)
+
+
+@functools.cache
+def _wide_products(device: str) -> bool:
+    """Whether half-precision products can come out in float32 on this kind of device."""
+    if device != "cuda":
+        return False
+    probe = torch.zeros(16, 16, dtype=torch.bfloat16, device=device)
+    try:
+        torch.mm(probe, probe, out_dtype=torch.float32)  # type: ignore[call-overload]
+    except (TypeError, RuntimeError):  # torch < 2.8
+        return False
+    return True
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """`a @ b` for matrices, in float32 (float64 stays) and unrounded where the device can."""
+    if a.dtype in (torch.bfloat16, torch.float16):
+        if _wide_products(a.device.type):
+            return torch.mm(a, b, out_dtype=torch.float32)  # type: ignore[call-overload]
+        return (a @ b).float()
+    return a @ b
+
+
+def chunk_slices(count: int, vocabulary: int, device: str) -> list[slice]:
+    """Cut `count` tokens into even chunks whose float32 logits stay within `CHUNK_ELEMENTS`."""
+    limit = max(1, CHUNK_ELEMENTS.get(device, CHUNK_ELEMENTS["default"]) // vocabulary)
+    pieces = max(1, -(-count // limit))
+    size = -(-count // pieces)
+    return [slice(start, min(start + size, count)) for start in range(0, count, size)]
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """Sum of the objective over tokens; gradients are made with the loss, chunk by chunk."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,  # [N, D], or the logits [N, V] where weight is None
+        weight: Tensor | None,  # [V, D]
+        bias: Tensor | None,  # [V]
+        labels: Tensor,  # [N]
+        teacher: TeacherChunk | None,
+        spec: Objective,
+        scale: float,
+        softcap: float | None,
+        dtype: torch.dtype,
+        with_grad: bool,
+    ) -> tuple[Tensor, Tensor]:
+        run = _compiled_objective() if spec.compiled else objective
+        wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        vocabulary = hidden.shape[1] if weight is None else weight.shape[0]
+        loss = hidden.new_zeros((), dtype=wide)
+        ce = torch.zeros_like(loss)
+        grad_hidden = torch.empty_like(hidden) if with_grad and ctx.needs_input_grad[0] else None
+        grad_weight = grad_bias = None
+        if with_grad and weight is not None and ctx.needs_input_grad[1]:
+            grad_weight = torch.zeros(weight.shape, dtype=wide, device=weight.device)
+        if with_grad and bias is not None and ctx.needs_input_grad[2]:
+            grad_bias = torch.zeros(bias.shape, dtype=wide, device=bias.device)
+        head = None if weight is None else weight.to(dtype)
+        with torch.autocast(hidden.device.type, enabled=False):
+            for part in chunk_slices(len(hidden), vocabulary, hidden.device.type):
+                x = hidden[part].to(dtype)
+                z = x.to(wide) if head is None else product(x, head.t())
+                if bias is not None:
+                    z = z + bias.to(wide)
+                t = None if teacher is None else teacher(part).to(wide)
+                part_loss, part_ce, grad = run(
+                    z, labels[part], t, spec.temperature, spec.ce_weight, scale, softcap
+                )
+                loss += part_loss
+                ce += part_ce
+                grad_z = grad.to(dtype)
+                if grad_hidden is not None:
+                    grad_hidden[part] = grad_z if head is None else (grad_z @ head).to(hidden.dtype)
+                if grad_weight is not None:
+                    grad_weight += product(grad_z.t(), x)
+                if grad_bias is not None:
+                    grad_bias += grad.sum(0)
+        ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
+        ctx.dtypes = [None if p is None else p.dtype for p in (hidden, weight, bias)]
+        ctx.mark_non_differentiable(ce)
+        return loss, ce
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        grads = [
+            None if grad is None else grad.mul_(grad_loss.to(grad.dtype)).to(dtype)
+            for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        ]
+        return (*grads, None, None, None, None, None, None, None)
+
+
+def _compute_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of matrix products here: autocast's where it is on, else the tensor's own."""
+    if torch.is_autocast_enabled(x.device.type):
+        return torch.get_autocast_dtype(x.device.type)
+    return x.dtype
+
+
+def teacher_chunks(hidden: Tensor, head: Head | None) -> TeacherChunk:
+    """Teacher logits for a slice of tokens.
+
+    Args:
+        hidden: The teacher's last hidden states `[N, Dt]`, or its logits `[N, Vt]` where head is None.
+        head: Its output head.
+    """
+    if head is None:
+        return lambda part: hidden[part]
+    weight = head.module.weight.to(hidden.dtype)  # [Vt, Dt]
+    bias = head.module.bias
+
+    def chunk(part: slice) -> Tensor:
+        z = product(hidden[part], weight.t())
+        return head(z if bias is None else z + bias.to(z.dtype))
+
+    return chunk
+
+
+def chunked_loss(
+    hidden: Tensor,
+    labels: Tensor,
+    spec: Objective,
+    *,
+    head: Head | None = None,
+    teacher: TeacherChunk | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Summed loss over tokens without whole float32 logits.
+
+    Args:
+        hidden: The student's last hidden states `[N, D]`; its logits `[N, V]` where head is None.
+        labels: Next token of each position `[N]`, `IGNORED` where masked.
+        spec: The objective.
+        head: The student's output head.
+        teacher: From `teacher_chunks`, where `spec.distil`.
+
+    Returns:
+        The summed loss (differentiable scalar) and the summed cross-entropy, both float32.
+
+    Example:
+        >>> loss, _ = chunked_loss(hidden, labels, Objective(), head=find_head(model))
+        >>> (loss / len(labels)).backward()
+    """
+    if spec.distil != (teacher is not None):
+        raise ValueError("a teacher is given exactly when the objective distils")
+    dtype, with_grad = _compute_dtype(hidden), torch.is_grad_enabled()
+    if head is None:
+        # Logits are what they are: only the gradient returns in their dtype.
+        return _ChunkedLoss.apply(
+            hidden, None, None, labels, teacher, spec, 1.0, None, hidden.dtype, with_grad
+        )
+    weight, bias = head.module.weight, head.module.bias
+    return _ChunkedLoss.apply(
+        hidden, weight, bias, labels, teacher, spec, head.scale, head.softcap, dtype, with_grad
+    )

@@ -1,0 +1,433 @@
+"""Hugging Face's Trainer with our loss, order of data, guard and checkpoints."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset, SequentialSampler
+from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainingArguments
+
+from ..errors import CheckpointError, UsageError
+from .batches import BlockOrder, Blocks, BlockStream, Collator, Position, as_is
+from .budget import Budget, UptrainConfig, default_learning_rate, learning_rate_factor, warmup_count
+from .distillation import Teacher
+from .guard import Meter, SpikeGuard, flops_per_token, peak_flops
+from .losses import IGNORED
+from .workspace import seal, write_json
+
+logger = logging.getLogger(__name__)
+
+STATE = "mha2gqa_state.json"  # guard and stream position, beside the Trainer's own state
+MICRO_BATCH_TOKENS = {"cpu": 4096, "default": 16_384}
+
+# TrainingArguments that the budget or the data decide; the words to use instead.
+OWNED = {
+    "output_dir": "OUT",
+    "max_steps": "alpha or tokens",
+    "num_train_epochs": "alpha or tokens",
+    "gradient_accumulation_steps": "batch_tokens and per_device_train_batch_size",
+    "label_smoothing_factor": "ce_weight and temperature",
+    "remove_unused_columns": "data",
+    "train_sampling_strategy": "seed",
+    "data_seed": "seed",
+    "ignore_data_skip": "nothing: data position is always exact",
+    "resume_from_checkpoint": "nothing: the same command resumes by itself",
+    "auto_find_batch_size": "per_device_train_batch_size",
+    "load_best_model_at_end": "nothing: the last step is the result",
+    "warmup_ratio": "warmup_steps (below 1 it is a fraction)",
+    "do_train": "nothing",
+    "use_cpu": "device",
+    "eval_strategy": "eval_steps and eval_data",
+    "save_strategy": "save_steps",
+}
+# Names that changed between the transformers versions supported.
+RENAMED = (("activation_checkpointing", "gradient_checkpointing"),)
+
+
+def check_training_args(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Check pass-through options by name.
+
+    Returns:
+        The options under the names the installed transformers uses.
+
+    Raises:
+        UsageError: Unknown to TrainingArguments (the nearest name is given), or decided by the budget.
+    """
+    import difflib
+
+    known = {f.name for f in fields(TrainingArguments) if f.init}
+    out: dict[str, Any] = {}
+    for name, value in given.items():
+        for new, old in RENAMED:
+            for ours, theirs in ((new, old), (old, new), (f"{new}_kwargs", f"{old}_kwargs")):
+                if name == ours and name not in known:
+                    name = theirs
+        if name in OWNED:
+            raise UsageError("is decided elsewhere", where=name, fix=f"use {OWNED[name]}")
+        if name not in known:
+            close = difflib.get_close_matches(name, known | {f.name for f in fields(UptrainConfig)}, n=1)
+            raise UsageError(
+                "is neither an option of uptrain nor of transformers.TrainingArguments",
+                where=name,
+                fix=f"did you mean {close[0]}?" if close else None,
+            )
+        out[name] = value
+    return out
+
+
+def world_size() -> int:
+    """Processes of this run, as torchrun and accelerate announce them."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def micro_batch(budget: Budget, world: int, device: str, given: int | None) -> int:
+    """Blocks per forward pass of one process: as many as fit, dividing the step evenly.
+
+    Raises:
+        UsageError: The step cannot be shared out evenly.
+    """
+    blocks = budget.blocks_per_step
+    if blocks % world:
+        raise UsageError(
+            f"{blocks} blocks a step cannot be shared by {world} processes",
+            where="batch_tokens",
+            fix=f"give a multiple of {world * budget.window:,}",
+        )
+    own = blocks // world
+    if given is not None:
+        if given < 1 or own % given:
+            raise UsageError(
+                f"does not divide the {own} blocks of a step and process",
+                where=f"per_device_train_batch_size {given}",
+                fix=f"use one of {', '.join(str(n) for n in range(1, own + 1) if own % n == 0)}",
+            )
+        return given
+    limit = MICRO_BATCH_TOKENS.get(device, MICRO_BATCH_TOKENS["default"]) // budget.window
+    return max(n for n in range(1, own + 1) if own % n == 0 and (n <= limit or n == 1))
+
+
+def build_arguments(
+    config: UptrainConfig, budget: Budget, folder: Path, hidden_size: int, evaluates: bool
+) -> TrainingArguments:
+    """TrainingArguments of a run: our defaults, then the user's own words over them."""
+    extra = check_training_args(config.training_args)
+    on_cpu = config.device == "cpu" or not torch.cuda.is_available()
+    device = "cpu" if on_cpu else "cuda"
+    micro = micro_batch(budget, world_size(), device, extra.pop("per_device_train_batch_size", None))
+    steps = budget.steps
+    save_every = config.save_steps if config.save_steps >= 1 else max(1, round(config.save_steps * steps))
+    defaults: dict[str, Any] = {
+        "learning_rate": config.learning_rate or default_learning_rate(hidden_size),
+        "weight_decay": 0.1,
+        "adam_beta1": 0.9,
+        "adam_beta2": 0.95,
+        "max_grad_norm": 1.0,
+        "optim": "adamw_torch_fused",
+        "bf16": device == "cuda" and torch.cuda.is_bf16_supported(),
+        "per_device_eval_batch_size": micro,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "ddp_timeout": 7200,
+        "dataloader_num_workers": 0,
+        "logging_nan_inf_filter": False,  # a bad loss stops the run; it is never papered over
+        "average_tokens_across_devices": False,  # the loss is divided by the step's tokens already
+        "save_safetensors": True,
+    }
+    fixed: dict[str, Any] = {
+        "output_dir": str(folder),
+        "max_steps": steps,
+        "per_device_train_batch_size": micro,
+        "gradient_accumulation_steps": budget.blocks_per_step // world_size() // micro,
+        "seed": config.seed,
+        "use_cpu": on_cpu,
+        "logging_steps": config.logging_steps,
+        "eval_strategy": "steps" if evaluates else "no",
+        "eval_steps": config.eval_steps or max(1, -(-steps // 10)),
+        "save_strategy": "steps",
+        "save_steps": int(save_every),
+        "save_total_limit": None,  # rotation waits until the new checkpoint is complete
+        "remove_unused_columns": False,
+        "label_names": ["labels"],
+    }
+    known = {f.name for f in fields(TrainingArguments) if f.init}
+    args = TrainingArguments(**{k: v for k, v in (defaults | extra | fixed).items() if k in known})
+    args._n_gpu = min(1, args.n_gpu)  # never nn.DataParallel: several GPUs are used through torchrun
+    return args
+
+
+@dataclass
+class Run:
+    """What a trainer needs beside the model.
+
+    Args:
+        config, budget: The run and its bill.
+        train: Training blocks in order, or a stream of them.
+        held_out: Held-out blocks `[M, T + 1]`, or None.
+        teacher: The original, or None.
+        masked: Whether some labels are masked, so that labelled tokens must be counted.
+        stop: Signal numbers received, see `guard.stop_signals`.
+        collate: Makes batches of held-out blocks.
+    """
+
+    config: UptrainConfig
+    budget: Budget
+    train: BlockOrder | BlockStream
+    held_out: Blocks | None
+    teacher: Teacher | None
+    masked: bool
+    stop: list[int]
+    collate: Collator
+
+
+class UptrainTrainer(Trainer):
+    """The Trainer of one run; `model` must be under `distillation.attached`.
+
+    Args:
+        model: The student.
+        args: From `build_arguments`.
+        run: The rest.
+    """
+
+    def __init__(self, model: Any, args: TrainingArguments, run: Run) -> None:
+        stream, stopper = isinstance(run.train, IterableDataset), StopAndSave()
+        super().__init__(
+            model=model,
+            args=args,
+            train_dataset=run.train,
+            eval_dataset=run.train if run.held_out is not None else None,  # only its presence matters
+            data_collator=cast(Any, run.collate if stream else as_is),
+            callbacks=[stopper],
+        )
+        self.run, self.stopper = run, stopper
+        for callback in (PrinterCallback, ProgressCallback):  # they print; logs go through logging
+            self.remove_callback(callback)
+        # Our loss is a sum divided by the tokens of the whole step: nothing is left to scale.
+        self.model_accepts_loss_kwargs = True
+        self.loss_is_scaled_for_ga = True
+        self.guard = SpikeGuard(uniform=math.log(model.config.get_text_config().vocab_size))
+        flops = flops_per_token(model, run.budget.window)
+        if run.teacher is not None:
+            flops += flops_per_token(run.teacher.model, run.budget.window) / 3
+        peak = peak_flops(args.device)
+        self.meter = Meter(flops, None if peak is None else peak * args.world_size)
+        self._sums = torch.zeros(2, device=args.device)  # step loss; cross-entropy since the last log
+        self._labels = 0
+        self._logged_step = 0
+
+    # --- data ---------------------------------------------------------------------------------------
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        # The data set itself is in the order of the run.
+        return None if isinstance(self.run.train, IterableDataset) else SequentialSampler(self.run.train)
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> int:
+        """Labelled tokens of this step over all processes."""
+        if not self.run.masked:
+            self._labels = self.run.budget.batch_tokens
+            return self._labels
+        count = sum(int((batch["labels"] != IGNORED).sum()) for batch in batch_samples)
+        if self.args.world_size > 1:
+            total = torch.tensor(count, device=self.args.device)
+            torch.distributed.all_reduce(total)
+            count = int(total)
+        self._labels = count
+        return count
+
+    # --- loss ---------------------------------------------------------------------------------------
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Tensor:
+        """This micro-batch's share of the step's mean loss, times the processes that will be averaged."""
+        states = None if self.run.teacher is None else self.run.teacher.states(inputs)
+        loss, ce = model(**inputs, teacher_states=states)
+        share = self.args.world_size / max(1, int(num_items_in_batch))
+        with torch.no_grad():
+            self._sums += torch.stack([loss.detach(), ce]).float() * share
+        return loss * share
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        """The step's last stop before the optimiser: a gradient that is not accepted is dropped here."""
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        values = torch.stack([self._sums[0], torch.as_tensor(norm, device=self._sums.device).float()])
+        stop = torch.tensor(float(bool(self.run.stop)), device=values.device)
+        values = torch.cat([values, stop[None]])
+        if self.args.world_size > 1:  # every process must decide alike
+            torch.distributed.all_reduce(values)
+            values /= self.args.world_size
+        loss, size, stops = values.tolist()
+        self.stopper.agreed = stops > 0
+        self._sums[0] = 0
+        if not self.guard.accept(self.state.global_step + 1, loss, size, self._labels):
+            logger.warning(
+                "step %d is skipped: loss %.4g, gradient norm %.4g", self.state.global_step + 1, loss, size
+            )
+            model.zero_grad(set_to_none=True)  # an optimiser leaves parameters without gradient alone
+        return norm
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """Warm-up and decay of `budget.learning_rate_factor`."""
+        if self.lr_scheduler is None:
+            config, steps = self.run.config, self.run.budget.steps
+            warmup = warmup_count(config.warmup_steps, steps)
+            self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
+                cast(Any, optimizer or self.optimizer),
+                lambda step: learning_rate_factor(step, steps, warmup, config.lr_scheduler_type),
+            )
+            self._created_lr_scheduler = True
+        return self.lr_scheduler
+
+    # --- held-out text ------------------------------------------------------------------------------
+
+    def _held_out_batches(self) -> Iterator[dict[str, Tensor]]:
+        """This process's batches; every process gets as many, padded with masked rows."""
+        assert self.run.held_out is not None
+        size, world, rank = (
+            self.args.per_device_eval_batch_size,
+            self.args.world_size,
+            self.args.process_index,
+        )
+        count = len(self.run.held_out)
+        for start in range(0, count, size * world):
+            rows = [min(start + rank * size + i, count) for i in range(size)]
+            mine = [min(row, count - 1) for row in rows]
+            batch = self.run.collate(self.run.held_out[mine])
+            batch["labels"][[row >= count for row in rows]] = IGNORED
+            yield batch
+
+    def evaluate(self, *_: Any, metric_key_prefix: str = "eval", **__: Any) -> dict[str, float]:
+        """Mean cross-entropy of the held-out blocks, logged as `eval_loss`."""
+        model = self.model_wrapped if self.model_wrapped is not None else self.model
+        total = torch.zeros(2, dtype=torch.float64, device=self.args.device)
+        training = model.training
+        model.eval()
+        with self.meter.pause(), torch.no_grad():
+            for batch in self._held_out_batches():
+                batch = self._prepare_inputs(batch)
+                loss, _ = model(**batch)
+                total += torch.stack([loss.double(), (batch["labels"] != IGNORED).sum().double()])
+            if self.args.world_size > 1:
+                torch.distributed.all_reduce(total)
+            loss_value = float(total[0] / total[1].clamp(min=1))
+        model.train(training)
+        metrics = {f"{metric_key_prefix}_loss": loss_value, f"{metric_key_prefix}_tokens": int(total[1])}
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    # --- logging ------------------------------------------------------------------------------------
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Add tokens, speed, memory and time left to what the Trainer logs."""
+        step, budget = self.state.global_step, self.run.budget
+        if "loss" in logs:
+            tokens = step * budget.batch_tokens
+            ce = self._sums[1].clone()
+            if self.args.world_size > 1:
+                torch.distributed.all_reduce(ce)
+                ce /= self.args.world_size
+            self._sums[1] = 0
+            if self.run.teacher is not None and float(ce) > 0:
+                logs["ce_loss"] = float(ce) / max(1, step - self._logged_step)
+            self._logged_step = step
+            logs["tokens"] = tokens
+            logs |= self.meter.read(tokens, (budget.steps - step) * budget.batch_tokens)
+        super().log(logs, start_time)
+        if self.is_world_process_zero() and ("loss" in logs or "eval_loss" in logs):
+            logger.info("%s", progress_line(step, budget.steps, logs))
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Model FLOPs of a micro-batch, by the same count as the MFU."""
+        return round(self.meter.flops * inputs["input_ids"].numel())
+
+    # --- checkpoints --------------------------------------------------------------------------------
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        folder = Path(str(self.args.output_dir)) / f"checkpoint-{self.state.global_step}"
+        with self.meter.pause():
+            try:
+                super()._save_checkpoint(model, trial)
+                self.accelerator.wait_for_everyone()
+                if self.args.should_save:
+                    write_json(folder / STATE, self._own_state())
+                    seal(folder)
+            except OSError as error:
+                shutil.rmtree(folder, ignore_errors=True)
+                raise CheckpointError(
+                    f"cannot be saved ({error.strerror or error}); earlier checkpoints are kept",
+                    where=folder,
+                    fix="free disk space and run the same command again",
+                ) from error
+            if self.args.should_save:
+                _keep_newest(folder.parent, self.run.config.save_total_limit)
+            self.accelerator.wait_for_everyone()
+
+    def _own_state(self) -> dict[str, Any]:
+        state: dict[str, Any] = {"guard": self.guard.state(), "stream": None}
+        if isinstance(self.run.train, BlockStream):
+            made = self.state.global_step * self.run.budget.blocks_per_step
+            state["stream"] = vars(self.run.train.position(made))
+        return state
+
+    def restore(self, checkpoint: Path) -> None:
+        """Take guard and stream position from a checkpoint, before `train(resume_from_checkpoint=…)`."""
+        state = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
+        self.guard.load(state["guard"])
+        step = int(checkpoint.name.rpartition("-")[2])
+        self._logged_step = step
+        self.meter.reset(step * self.run.budget.batch_tokens)
+        if isinstance(self.run.train, BlockStream):
+            self.args.ignore_data_skip = True  # the stream itself begins where the checkpoint ended
+            made = step * self.run.budget.blocks_per_step
+            self.run.train.start, self.run.train.made = Position(**state["stream"]), made
+            self.run.train.positions[made] = self.run.train.start
+
+
+def _keep_newest(root: Path, keep: int) -> None:
+    from .workspace import is_complete
+
+    found = sorted(root.glob("checkpoint-*"), key=lambda p: int(p.name.rpartition("-")[2]))
+    for old in [p for p in found if is_complete(p)][:-keep]:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+class StopAndSave(TrainerCallback):
+    """Saves and stops at the end of the step at which all processes know that one was told to stop."""
+
+    def __init__(self) -> None:
+        self.agreed = False
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        """Set save and stop."""
+        if self.agreed and state.global_step < state.max_steps:
+            control.should_save = True
+            control.should_training_stop = True
+        return control
+
+
+def progress_line(step: int, steps: int, logs: Mapping[str, float]) -> str:
+    """One line for a person: `step 40/300 loss 3.41 …`."""
+    if "eval_loss" in logs:
+        return f"step {step}/{steps}  held-out loss {logs['eval_loss']:.4f}"
+    parts = [f"step {step}/{steps}", f"loss {logs['loss']:.4f}"]
+    if "ce_loss" in logs:
+        parts.append(f"CE {logs['ce_loss']:.4f}")
+    parts.append(f"lr {logs.get('learning_rate', 0):.2e}")
+    parts.append(f"{logs['tokens_per_second']:,.0f} tokens/s")
+    if "mfu" in logs:
+        parts.append(f"MFU {logs['mfu']:.1%}")
+    if "memory_gib" in logs:
+        parts.append(f"{logs['memory_gib']:.1f} GiB")
+    minutes, seconds = divmod(round(logs["eta_seconds"]), 60)
+    parts.append(f"{minutes}:{seconds:02d} left")
+    return "  ".join(parts)

@@ -1,0 +1,192 @@
+"""The folder of a run while it lasts, `<out>.uptrain`: recipe, token blocks, resumable checkpoints."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointError, UsageError
+from .budget import UptrainConfig
+
+# Options that change how a run is carried out but not what it computes; a resumed run may differ in them.
+FREE = {
+    "out",
+    "device",
+    "torch_compile",
+    "save_steps",
+    "save_total_limit",
+    "logging_steps",
+    "eval_steps",
+    "keep_checkpoints",
+    "force",
+    "trust_remote_code",
+}
+FREE_ARGS = (
+    "per_device_",
+    "dataloader_",
+    "report_to",
+    "run_name",
+    "project",
+    "trackio",
+    "log",
+    "disable_tqdm",
+    "fsdp",
+    "deepspeed",
+    "ddp_",
+    "accelerator_config",
+    "gradient_checkpointing",
+    "activation_checkpointing",
+    "push_to_hub",
+    "hub_",
+    "save_",
+    "eval_",
+)
+COMPLETE = "complete.json"  # written last into a checkpoint, names every file and its size
+
+
+def recipe_keys(config: UptrainConfig, stamp: str) -> dict[str, Any]:
+    """What identifies a run: every option that changes its result, and the starting checkpoint.
+
+    Args:
+        config: The run.
+        stamp: From `checkpoint_stamp`.
+    """
+    keys = {k: v for k, v in asdict(config).items() if k not in FREE and k != "training_args"}
+    args = {k: v for k, v in config.training_args.items() if not k.startswith(FREE_ARGS)}
+    plain = keys | args | {"model contents": stamp}
+    return json.loads(json.dumps(plain, default=str))
+
+
+def checkpoint_stamp(folder: Path) -> str:
+    """A fingerprint of a checkpoint: config, manifest, and size and first mebibyte of each weight file."""
+    digest = hashlib.sha256()
+    for file in sorted(folder.iterdir()):
+        if file.name in ("config.json", "mha2gqa.json") or file.suffix in (".safetensors", ".bin"):
+            digest.update(f"{file.name} {file.stat().st_size}".encode())
+            with file.open("rb") as handle:
+                digest.update(handle.read(1 << 20))
+    return digest.hexdigest()[:16]
+
+
+def changed_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """`key: old -> new` for every key that differs, sorted."""
+    return [
+        f"{key}: {before.get(key)!r} -> {now.get(key)!r}"
+        for key in sorted(before.keys() | now.keys())
+        if before.get(key) != now.get(key)
+    ]
+
+
+class Workspace:
+    """The run's folder.
+
+    Args:
+        out: Where the result will be; the folder lies beside it.
+    """
+
+    def __init__(self, out: Path) -> None:
+        self.out = out
+        self.root = out.with_name(out.name + ".uptrain")
+        self.recipe = self.root / "run.json"
+
+    @classmethod
+    def at(cls, root: Path) -> Workspace:
+        """A folder given by its own name, for runs without an output."""
+        workspace = cls(root)
+        workspace.root, workspace.recipe = root, root / "run.json"
+        return workspace
+
+    def open(self, keys: Mapping[str, Any], *, restart: bool = False) -> bool:
+        """Create the folder, or accept it as the same run's.
+
+        Returns:
+            Whether the run was begun before.
+
+        Raises:
+            UsageError: The folder belongs to a run with another recipe; the changed keys are named.
+        """
+        if restart and self.recipe.exists():
+            self.remove()
+        if self.recipe.exists():
+            changed = changed_keys(json.loads(self.recipe.read_text(encoding="utf-8")), keys)
+            if changed:
+                raise UsageError(
+                    f"holds an unfinished run with another recipe ({'; '.join(changed)})",
+                    where=self.root,
+                    fix="repeat the old values to resume it, choose another OUT, or force to start over",
+                )
+            return True
+        if self.root.exists() and any(self.root.iterdir()):
+            raise UsageError(
+                "is in the way and is not an uptraining run", where=self.root, fix="choose another OUT"
+            )
+        self.root.mkdir(parents=True, exist_ok=True)
+        write_json(self.recipe, keys)
+        return False
+
+    def checkpoints(self) -> list[Path]:
+        """Complete checkpoints, oldest first."""
+        found = [p for p in self.root.glob("checkpoint-*") if is_complete(p)]
+        return sorted(found, key=lambda p: int(p.name.rpartition("-")[2]))
+
+    def last(self) -> Path | None:
+        """The newest complete checkpoint."""
+        found = self.checkpoints()
+        return found[-1] if found else None
+
+    def rotate(self, keep: int) -> None:
+        """Delete all but the newest `keep` complete checkpoints."""
+        for old in self.checkpoints()[:-keep]:
+            shutil.rmtree(old, ignore_errors=True)
+
+    def discard_incomplete(self) -> None:
+        """Delete what an interrupted save left behind."""
+        for folder in self.root.glob("checkpoint-*"):
+            if not is_complete(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def remove(self) -> None:
+        """Delete the whole folder."""
+        shutil.rmtree(self.root, ignore_errors=True)
+
+
+def seal(checkpoint: Path) -> None:
+    """Mark a checkpoint complete: its files are on disk and listed with their sizes."""
+    files = sorted(p for p in checkpoint.rglob("*") if p.is_file() and p.name != COMPLETE)
+    for file in files:
+        with file.open("rb") as handle:
+            os.fsync(handle.fileno())
+    write_json(checkpoint / COMPLETE, {str(p.relative_to(checkpoint)): p.stat().st_size for p in files})
+
+
+def is_complete(checkpoint: Path) -> bool:
+    """Whether a checkpoint was sealed and every file still has its size."""
+    mark = checkpoint / COMPLETE
+    if not mark.exists():
+        return False
+    sizes: dict[str, int] = json.loads(mark.read_text(encoding="utf-8"))
+    return all(
+        (checkpoint / name).exists() and (checkpoint / name).stat().st_size == size
+        for name, size in sizes.items()
+    )
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write JSON so that the file is there whole or not at all."""
+    partial = path.with_name(path.name + ".partial")
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            json.dump(value, file, indent=2, ensure_ascii=False, default=str)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise CheckpointError(f"cannot be written ({error.strerror})", where=path) from error

@@ -1,0 +1,133 @@
+"""alpha -> tokens -> steps, refusals, schedules; no torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from itertools import pairwise
+
+import pytest
+
+from mha2gqa.errors import UsageError
+from mha2gqa.uptraining.budget import (
+    PRETRAINING,
+    UptrainConfig,
+    default_learning_rate,
+    known_pretraining,
+    learning_rate_factor,
+    plan_budget,
+    warmup_count,
+)
+
+
+def config(**options) -> UptrainConfig:
+    return UptrainConfig("m", "o", ("d",), **options)
+
+
+def test_the_papers_five_percent():
+    budget = plan_budget(config(alpha=0.05, original_steps=6000, original_batch_tokens=65536), window=512)
+    assert (budget.steps, budget.tokens, budget.blocks_per_step) == (300, 300 * 65536, 128)
+    assert budget.original_tokens == 6000 * 65536
+    assert "alpha 0.05" in budget.sentence() and "300 steps" in budget.sentence()
+
+
+def test_known_families_and_implied_alpha():
+    budget = plan_budget(config(tokens=10**9), window=2048, name="meta-llama/Llama-2-7b-hf")
+    assert budget.alpha == pytest.approx(budget.tokens / 2e12)
+    assert "2307.09288" in budget.original_source
+    assert plan_budget(config(tokens=10**9), window=2048, name="in-house").alpha is None
+    own = plan_budget(config(alpha=0.01, original_tokens=10**9), window=512, name="meta-llama/Llama-2-7b-hf")
+    assert own.original_tokens == 10**9  # the user's number wins
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens"),
+    [
+        ("meta-llama/Llama-2-13b-hf", 2e12),
+        ("codellama/CodeLlama-7b-hf", 2.5e12),
+        ("huggyllama/llama-7b", 1e12),
+        ("huggyllama/llama-65b", 1.4e12),
+        ("openlm-research/open_llama_3b", 1e12),
+        ("EleutherAI/pythia-1.4b", 299_892_736_000),
+        ("allenai/OLMo-7B-hf", 2.46e12),
+        ("allenai/OLMo-2-1124-7B", 4.05e12),
+        ("microsoft/phi-1_5", 1.5e11),
+        ("microsoft/phi-2", 1.4e12),
+        ("Qwen/Qwen1.5-7B", 3e12),
+        ("HuggingFaceTB/SmolLM2-1.7B", 11e12),
+    ],
+)
+def test_published_token_counts(name, tokens):
+    assert known_pretraining(name).tokens == tokens
+
+
+def test_every_known_count_has_a_source():
+    assert all(known.source and known.tokens > 10**9 for known in PRETRAINING)
+    assert known_pretraining("my/model") is None
+    assert known_pretraining(None) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"alpha": 0, "original_tokens": 10**9}, "trains nothing"),
+        ({"alpha": -0.1, "original_tokens": 10**9}, "trains nothing"),
+        ({"alpha": float("nan"), "original_tokens": 10**9}, "trains nothing"),
+        ({"alpha": 5, "original_tokens": 10**9}, r"did you mean 0\.05"),
+        ({"alpha": 1.5, "original_tokens": 10**9}, "fraction"),
+        ({"alpha": 0.05}, "original_tokens"),
+        ({"alpha": 0.05, "tokens": 100, "original_tokens": 10**9}, "not both"),
+        ({}, "how long"),
+        ({"tokens": 0}, "trains nothing"),
+        ({"tokens": 1000}, "round to 0 steps"),
+        ({"alpha": 1e-6, "original_tokens": 10**9}, "round to 0 steps"),
+        ({"tokens": 10**6, "batch_tokens": 100}, "less than one block"),
+        ({"alpha": 0.1, "original_steps": 100}, "original_batch_tokens"),
+        ({"alpha": 0.1, "original_batch_tokens": 100}, "original_steps"),
+        (
+            {"alpha": 0.1, "original_steps": 10, "original_batch_tokens": 10, "original_tokens": 99},
+            "is not 10 steps",
+        ),
+    ],
+)
+def test_impossible_budgets(options, words):
+    with pytest.raises(UsageError, match=words):
+        plan_budget(config(**options), window=512)
+
+
+@pytest.mark.parametrize(
+    "options", [{"train": "some"}, {"lr_scheduler_type": "fast"}, {"ce_weight": 2}, {"holdout": 1.0}]
+)
+def test_impossible_options(options):
+    with pytest.raises(UsageError):
+        config(**options)
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "wsd", "constant"])
+def test_schedules(schedule):
+    curve = [learning_rate_factor(i, 100, 10, schedule) for i in range(100)]
+    assert 0 < curve[0] < curve[5] < curve[9] < 1  # the first step already moves
+    assert curve[10] == 1.0
+    assert max(curve) == 1.0
+    if schedule == "constant":
+        assert curve[-1] == 1.0
+    else:
+        assert 0 <= curve[-1] < 0.05
+        assert all(a >= b for a, b in pairwise(curve[10:]))
+    assert learning_rate_factor(0, 1, 0, schedule) == 1.0  # a run of one step
+    if schedule == "wsd":
+        assert curve[60] == 1.0 and curve[85] == pytest.approx(0.5)
+
+
+def test_warmup_and_rate():
+    assert warmup_count(None, 300) == 50
+    assert warmup_count(None, 60) == 12
+    assert warmup_count(0.1, 300) == 30
+    assert warmup_count(7, 300) == 7
+    assert default_learning_rate(512) == 1e-3
+    assert default_learning_rate(4096) == pytest.approx(1.25e-4)
+
+
+def test_no_torch():
+    code = "import sys, mha2gqa.uptraining.budget, mha2gqa.uptraining; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

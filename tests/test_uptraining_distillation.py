@@ -1,0 +1,157 @@
+"""Oracles of the chunked loss: equal to the naive computation, gradients included."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import pico_llama
+
+from mha2gqa.uptraining import losses as D
+from mha2gqa.uptraining.distillation import find_head
+
+
+def naive(z, labels, teacher, temperature, ce_weight):
+    """The textbook loss on whole logits, summed over unmasked tokens."""
+    keep = labels != D.IGNORED
+    z, labels = z[keep], labels[keep]
+    ce = F.cross_entropy(z, labels, reduction="sum")
+    if teacher is None:
+        return ce
+    width = min(z.shape[1], teacher.shape[1])
+    p = F.softmax(teacher[keep][:, :width] / temperature, -1)
+    q = F.log_softmax(z[:, :width] / temperature, -1)
+    kl = F.kl_div(q, p, reduction="sum") * temperature**2
+    return ce_weight * ce + (1 - ce_weight) * kl
+
+
+@pytest.mark.parametrize("teacher_vocab", [None, 31, 40, 25])
+@pytest.mark.parametrize(("temperature", "ce_weight"), [(1.0, 0.0), (2.5, 0.0), (1.0, 0.3), (2.0, 0.7)])
+@pytest.mark.parametrize(("scale", "softcap"), [(1.0, None), (0.25, None), (1.0, 3.0)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_chunks_equal_the_naive_loss(
+    monkeypatch, teacher_vocab, temperature, ce_weight, scale, softcap, biased
+):
+    torch.manual_seed(0)
+    monkeypatch.setitem(D.CHUNK_ELEMENTS, "cpu", 7 * 31)  # 7 tokens a chunk, the last one short
+    hidden = torch.randn(23, 12, dtype=torch.float64, requires_grad=True)
+    module = torch.nn.Linear(12, 31, bias=biased, dtype=torch.float64)
+    labels = torch.randint(0, 25, (23,))
+    labels[[3, 11]] = D.IGNORED
+    teacher = None if teacher_vocab is None else 3 * torch.randn(23, teacher_vocab, dtype=torch.float64)
+    head = D.Head(module, scale, softcap)
+    spec = D.Objective(teacher is not None, temperature, ce_weight if teacher is not None else 1.0)
+    chunk = None if teacher is None else (lambda part: teacher[part])
+    loss, ce = D.chunked_loss(hidden, labels, spec, head=head, teacher=chunk)
+    leaves = [hidden, *module.parameters()]
+    got = torch.autograd.grad(loss * 0.37, leaves)
+
+    z = module(hidden) * scale
+    z = z if softcap is None else softcap * torch.tanh(z / softcap)
+    wanted = naive(z, labels, teacher, temperature, ce_weight)
+    torch.testing.assert_close(loss, wanted, rtol=1e-10, atol=1e-10)
+    for ours, theirs in zip(got, torch.autograd.grad(wanted * 0.37, leaves), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+    if spec.ce_weight > 0:
+        torch.testing.assert_close(ce, naive(z, labels, None, 1, 1), rtol=1e-10, atol=1e-10)
+
+
+def test_own_logits_path_equals_the_naive_loss():
+    torch.manual_seed(0)
+    logits = torch.randn(9, 17, requires_grad=True)
+    teacher, labels = torch.randn(9, 17), torch.randint(0, 17, (9,))
+    loss, _ = D.chunked_loss(logits, labels, D.Objective(True, 1.0, 0.0), teacher=lambda part: teacher[part])
+    wanted = naive(logits, labels, teacher, 1.0, 0.0)
+    torch.testing.assert_close(loss, wanted, rtol=1e-6, atol=1e-6)
+    ours, theirs = torch.autograd.grad(loss, logits)[0], torch.autograd.grad(wanted, logits)[0]
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+
+
+def test_float32_agrees_to_a_millionth_per_token():
+    """What training runs in: float32 sums over many tokens, against float64."""
+    torch.manual_seed(0)
+    hidden, module = torch.randn(512, 16, requires_grad=True), torch.nn.Linear(16, 1000, bias=False)
+    labels, teacher = torch.randint(0, 1000, (512,)), torch.randn(512, 1000)
+    spec = D.Objective(True, 1.0, 0.5)
+    loss, _ = D.chunked_loss(hidden, labels, spec, head=D.Head(module), teacher=lambda part: teacher[part])
+    double = hidden.detach().double().requires_grad_()
+    wanted = naive(double @ module.weight.double().t(), labels, teacher.double(), 1.0, 0.5)
+    assert abs(loss.item() - wanted.item()) / 512 < 1e-6
+    ours, theirs = torch.autograd.grad(loss, hidden)[0], torch.autograd.grad(wanted, double)[0]
+    torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_logits_never_exist_whole(monkeypatch):
+    """No [tokens, vocabulary] tensor is made on the way, forward or backward."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Largest(TorchDispatchMode):
+        size = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor):
+                self.size = max(self.size, out.numel())
+            return out
+
+    monkeypatch.setitem(D.CHUNK_ELEMENTS, "cpu", 16 * 4096)
+    hidden, module = torch.randn(256, 8, requires_grad=True), torch.nn.Linear(8, 4096, bias=False)
+    labels = torch.randint(0, 4096, (256,))
+    frozen = torch.nn.Linear(8, 4096, bias=False).requires_grad_(False)
+    chunk = D.teacher_chunks(torch.randn(256, 8), D.Head(frozen))
+    with Largest() as largest:
+        loss, _ = D.chunked_loss(
+            hidden, labels, D.Objective(True, 1.0, 0.0), head=D.Head(module), teacher=chunk
+        )
+        loss.backward()
+    assert largest.size <= 16 * 4096  # whole logits would be 256 * 4096
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("Llama", {}),
+        ("Cohere", {"logit_scale": 0.25}),
+        ("Granite", {"logits_scaling": 8.0}),
+        ("Gemma2", {"final_logit_softcapping": 2.0, "head_dim": 4, "sliding_window": 64}),
+        ("Phi", {}),
+    ],
+)
+def test_heads_give_the_models_own_logits(kind, changes):
+    import transformers
+
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        pad_token_id=None,
+        bos_token_id=None,
+        eos_token_id=0,
+        initializer_range=0.5,
+        **changes,
+    )
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    ids = torch.randint(0, 64, (2, 11))
+    head = find_head(model)
+    assert head is not None
+    with torch.no_grad():
+        states = getattr(model, model.base_model_prefix)(input_ids=ids, use_cache=False).last_hidden_state
+        torch.testing.assert_close(head(head.module(states)), model(ids).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_an_unknown_head_is_not_trusted():
+    """A model that does something else to its logits falls back to its own path."""
+    model = pico_llama()
+    forward = model.forward
+
+    def odd(*args, **kwargs):
+        out = forward(*args, **kwargs)
+        out.logits = out.logits.sin()
+        return out
+
+    model.forward = odd
+    assert find_head(model) is None

@@ -1,0 +1,86 @@
+"""Uptraining end to end on pico checkpoints."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from training import TINY, family
+
+from mha2gqa.uptraining import uptrain
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
+    return family(tmp_path_factory.mktemp("family"))
+
+
+def test_uptrained_checkpoint_is_plain_and_better(models, tmp_path):
+    original, student, text = models
+    out = tmp_path / "up"
+    result = uptrain(student, out, text, tokens=64 * 30, learning_rate=3e-3, **TINY)
+    assert result.teacher == str(original.resolve())
+    assert result.budget["steps"] == 30
+    assert result.losses["held_out_end"] < result.losses["held_out_start"]
+    assert result.losses["train"][-1]["loss"] < result.losses["train"][0]["loss"]
+    assert not result.worse
+    assert [e["step"] for e in result.losses["train"]] == list(range(1, 31))
+    # the same files, names, shapes and dtypes; config byte for byte
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        assert (out / name).read_bytes() == (student / name).read_bytes()
+    before, after = load_file(student / "model.safetensors"), load_file(out / "model.safetensors")
+    assert {n: (x.shape, x.dtype) for n, x in before.items()} == {
+        n: (x.shape, x.dtype) for n, x in after.items()
+    }
+    assert all(not torch.equal(before[n], after[n]) for n in before)
+    manifest = json.loads((out / "mha2gqa.json").read_text())
+    assert manifest["uptrain"]["budget"]["tokens"] == 64 * 30
+    assert manifest["method"] == "mean"
+    assert not out.with_name("up.uptrain").exists()
+    json.dumps(result.to_dict())
+
+
+def test_published_weights_are_the_trained_ones(models, tmp_path):
+    """The loss of the published folder is the run's last held-out loss."""
+    from mha2gqa.loading import load_model
+    from mha2gqa.uptraining import corpus
+
+    _, student, text = models
+    seen = {}
+    whole = corpus._held_out_blocks
+
+    def spy(*args):
+        seen["blocks"] = whole(*args)
+        return seen["blocks"]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(corpus, "_held_out_blocks", spy)
+        result = uptrain(
+            student, tmp_path / "up", text, tokens=64 * 5, teacher="none", keep_checkpoints=True, **TINY
+        )
+    ids = torch.from_numpy(seen["blocks"].astype("int64"))
+    with torch.no_grad():
+        logits = load_model(tmp_path / "up", device="cpu")(ids[:, :-1]).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+    assert result.losses["held_out_end"] == pytest.approx(loss.item(), abs=1e-5)
+
+
+def test_rerun_of_a_finished_run_returns_its_result(models, tmp_path):
+    _, student, text = models
+    options = {"tokens": 128, "teacher": "none", **TINY}
+    first = uptrain(student, tmp_path / "up", text, **options)
+    again = uptrain(student, tmp_path / "up", text, **options)
+    assert again.finished_before
+    assert again.losses == json.loads(json.dumps(first.losses))
+
+
+def test_attention_only_moves_nothing_else(models, tmp_path):
+    _, student, text = models
+    uptrain(student, tmp_path / "up", text, tokens=640, train="attention", learning_rate=1e-2, **TINY)
+    before = load_file(student / "model.safetensors")
+    after = load_file(tmp_path / "up" / "model.safetensors")
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert moved == {name for name in before if "self_attn" in name}

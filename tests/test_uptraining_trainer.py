@@ -1,0 +1,198 @@
+"""The trainer against a hand-written loop, accumulation, evaluation, guard, order of data."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import pico_llama
+
+from mha2gqa.errors import TrainingError, UsageError
+from mha2gqa.uptraining import train_model
+from mha2gqa.uptraining.batches import BlockOrder, BlockStream, Collator, restarted_positions
+from mha2gqa.uptraining.budget import learning_rate_factor
+from mha2gqa.uptraining.guard import SpikeGuard
+
+BLOCKS = torch.randint(0, 64, (24, 17), generator=torch.Generator().manual_seed(0))
+STEPS, PER_STEP = 6, 8
+OPTIONS = {
+    "tokens": STEPS * PER_STEP * 16,
+    "batch_tokens": PER_STEP * 16,
+    "device": "cpu",
+    "learning_rate": 3e-3,
+}
+
+
+def by_hand(model: torch.nn.Module, teacher: torch.nn.Module | None) -> list[float]:
+    """The recipe, written out: AdamW (0.9, 0.95), decay 0.1 on matrices, clip 1, warm-up, linear to 0."""
+    decayed = [p for n, p in model.named_parameters() if p.dim() > 1]
+    other = [p for n, p in model.named_parameters() if p.dim() == 1]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": other, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.95))
+    order, losses = BlockOrder(BLOCKS, STEPS * PER_STEP, 0, Collator()), []
+    for step in range(STEPS):
+        for group in optimizer.param_groups:
+            group["lr"] = 3e-3 * learning_rate_factor(step, STEPS, STEPS // 5, "linear")
+        ids = BLOCKS[[order.row(step * PER_STEP + i) for i in range(PER_STEP)]]
+        logits = model(input_ids=ids[:, :-1]).logits.flatten(0, 1)
+        if teacher is None:
+            loss = F.cross_entropy(logits, ids[:, 1:].flatten())
+        else:
+            with torch.no_grad():
+                wanted = teacher(input_ids=ids[:, :-1]).logits.flatten(0, 1)
+            loss = F.kl_div(logits.log_softmax(-1), wanted.softmax(-1), reduction="batchmean")
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("distil", [False, True])
+@pytest.mark.parametrize("micro", [8, 2])  # U01: accumulation does not change the gradient
+def test_equal_to_a_loop_written_by_hand(distil, micro):
+    teacher = pico_llama() if distil else None
+    ours, theirs = pico_llama(num_key_value_heads=2), pico_llama(num_key_value_heads=2)
+    result = train_model(
+        ours, BLOCKS, teacher=teacher, logging_steps=1, per_device_train_batch_size=micro, **OPTIONS
+    )
+    losses = by_hand(theirs, teacher)
+    assert [e["loss"] for e in result.losses["train"]] == pytest.approx(losses, abs=2e-5)
+    for (name, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_model_is_left_as_it_was_but_trained():
+    model = pico_llama()
+    train_model(model, BLOCKS, **OPTIONS)
+    assert "forward" not in model.__dict__ and "forward" not in model.lm_head.__dict__
+    assert model(input_ids=BLOCKS[:1, :-1]).logits.shape == (1, 16, 64)
+
+
+def test_held_out_loss_is_the_mean_over_tokens():
+    model = pico_llama()
+    result = train_model(model, BLOCKS, held_out=BLOCKS[:5], per_device_eval_batch_size=2, **OPTIONS)
+    with torch.no_grad():
+        logits = model(BLOCKS[:5, :-1]).logits
+    wanted = F.cross_entropy(logits.flatten(0, 1), BLOCKS[:5, 1:].flatten()).item()
+    assert result.losses["held_out_end"] == pytest.approx(wanted, abs=1e-5)
+    assert result.losses["held_out"][0]["step"] == 0
+
+
+def test_teacher_stays_frozen_and_apart():
+    model, teacher = pico_llama(), pico_llama()
+    before = [p.clone() for p in teacher.parameters()]
+    train_model(model, BLOCKS, teacher=teacher, **OPTIONS)
+    assert all(torch.equal(a, b) for a, b in zip(before, teacher.parameters(), strict=True))
+    with pytest.raises(UsageError, match="share parameters"):
+        train_model(model, BLOCKS, teacher=model, **OPTIONS)
+
+
+# --- order of data -----------------------------------------------------------------------------------
+
+
+def test_order_is_a_permutation_each_pass():
+    order = BlockOrder(BLOCKS, 60, 3, Collator())
+    rows = [order.row(i) for i in range(60)]
+    assert sorted(rows[:24]) == sorted(rows[24:48]) == list(range(24))
+    assert rows[:24] != rows[24:48]
+    again = BlockOrder(BLOCKS, 60, 3, Collator())
+    assert [again.row(i) for i in reversed(range(60))] == rows[::-1]  # any access order, same rows
+
+
+@pytest.mark.parametrize("start", [0, 3, 10, 17])
+def test_stream_continues_from_any_step(start):
+    rng = np.random.default_rng(0)
+    documents = [rng.integers(0, 99, rng.integers(1, 30)) for _ in range(40)]
+    opened = lambda first: iter(documents[first:])  # noqa: E731
+    whole = BlockStream(opened, 8, 2)
+    blocks = [block for _, block in zip(range(60), whole, strict=False)]  # more than one pass
+    joined = np.concatenate([*documents, *documents])
+    for i, block in enumerate(blocks):
+        assert np.array_equal(block, joined[i * 8 : i * 8 + 9])
+    position = whole.position(start * 2)
+    rest = BlockStream(opened, 8, 2, position, start * 2)
+    for a, b in zip(blocks[start * 2 :], rest, strict=False):
+        assert np.array_equal(a, b)
+
+
+def test_positions_restart_after_the_end_of_text():
+    ids = torch.tensor([[5, 6, 0, 7, 8, 0, 9], [0, 1, 2, 3, 4, 5, 6]])
+    assert restarted_positions(ids, 0).tolist() == [[0, 1, 2, 0, 1, 2, 0], [0, 0, 1, 2, 3, 4, 5]]
+
+
+def test_masked_labels_do_not_count():
+    mask = np.ones((24, 16), dtype=bool)
+    mask[:, ::2] = False
+    batch = Collator()(BLOCKS[:4], mask[:4])
+    assert ((batch["labels"] == -100) == ~torch.as_tensor(mask[:4])).all()
+
+
+# --- guard --------------------------------------------------------------------------------------------
+
+
+def test_divergence_stops_with_the_step_number():
+    """U10: G = 1, learning rate 1000."""
+    model = pico_llama(num_key_value_heads=1)
+    with pytest.raises(TrainingError, match=r"at step [2-5]"):
+        train_model(
+            model, BLOCKS, **{**OPTIONS, "learning_rate": 1e3, "max_grad_norm": 0.0, "warmup_steps": 0}
+        )
+
+
+def test_guard_judges():
+    guard = SpikeGuard(uniform=4.0, warmup=3, patience=2)
+    assert all(guard.accept(i, 3.0, 1.0, 10) for i in range(1, 5))
+    assert not guard.accept(5, 3.5, 50.0, 10)
+    assert guard.accept(6, 2.0, 50.0, 10)  # a large gradient at a low loss is no spike
+    assert not guard.accept(7, 0.0, 0.0, 0)
+    assert (guard.skipped, guard.unlabelled) == ([5], [7])
+    restored = SpikeGuard(uniform=4.0, warmup=3, patience=2)
+    restored.load(guard.state())
+    for judge in (guard, restored):
+        assert not judge.accept(8, 3.5, 500.0, 10)
+        with pytest.raises(TrainingError, match="2 steps in a row"):
+            judge.accept(9, 3.5, 500.0, 10)
+    for loss, norm in ((math.nan, 1.0), (3.0, math.inf), (13.0, 1.0)):
+        guard = SpikeGuard(uniform=4.0)
+        assert guard.accept(9, 3.0, 1.0, 10)
+        with pytest.raises(TrainingError, match="at step 10"):
+            guard.accept(10, loss, norm, 10)
+
+
+def test_a_spike_leaves_weights_and_moments_alone(monkeypatch):
+    model = pico_llama()
+    judged = []
+
+    def accept(self, step, loss, norm, labels):
+        judged.append([p.detach().clone() for p in model.parameters()])
+        return step != 3
+
+    monkeypatch.setattr(SpikeGuard, "accept", accept)
+    train_model(model, BLOCKS, **OPTIONS)
+    same = [all(torch.equal(a, b) for a, b in zip(judged[i], judged[i + 1], strict=True)) for i in range(5)]
+    assert same == [False, False, True, False, False]
+
+
+# --- options ------------------------------------------------------------------------------------------
+
+
+def test_pass_through_options_are_checked():
+    with pytest.raises(UsageError, match="did you mean adam_beta2"):
+        train_model(pico_llama(), BLOCKS, adam_beta3=0.9, **OPTIONS)
+    with pytest.raises(UsageError, match="use batch_tokens"):
+        train_model(pico_llama(), BLOCKS, gradient_accumulation_steps=2, **OPTIONS)
+    with pytest.raises(UsageError, match="use one of 1, 2, 4, 8"):
+        train_model(pico_llama(), BLOCKS, per_device_train_batch_size=3, **OPTIONS)
+
+
+def test_activation_checkpointing_changes_nothing():
+    a, b = pico_llama(), pico_llama()
+    train_model(a, BLOCKS, **OPTIONS)
+    train_model(b, BLOCKS, gradient_checkpointing=True, **OPTIONS)
+    for p, q in zip(a.parameters(), b.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from ..errors import CheckpointError, UnsupportedModelError
+from .exported import EXPORTED
 from .refusals import REFUSED
 from .spec import AttentionSpec
-from .table import SUPPORTED
+from .table import DECODERS, RULES
+from .wrappers import ENCODER_DECODERS, FLAT, TEXT_PARTS, TEXT_PREFIXES, WRAPPERS
+
+SUPPORTED: dict[str, AttentionSpec] = {**EXPORTED, **DECODERS, **TEXT_PARTS, **ENCODER_DECODERS, **FLAT}
 
 
 def find_spec(config: Mapping[str, Any]) -> AttentionSpec:
-    """The spec of a checkpoint, from its raw config alone: names of tensors are never guessed from.
+    """The spec of a checkpoint, from its raw config alone: nothing is guessed from tensor names.
 
     Args:
         config: The whole raw config.json.
 
     Returns:
-        The entry of the table.
+        The entry of the table, with what the config's own flags change.
 
     Raises:
         UnsupportedModelError: With the reason and what would be needed.
@@ -27,14 +32,50 @@ def find_spec(config: Mapping[str, Any]) -> AttentionSpec:
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
         raise CheckpointError("no model_type", where="config.json", fix="it must be a transformers config")
-    if model_type in SUPPORTED:
-        return SUPPORTED[model_type]
     where = f"model_type {model_type!r}"
+    if model_type in WRAPPERS:
+        return _nested(config, model_type, where)
+    if model_type not in SUPPORTED:
+        raise _unsupported(config, model_type, where)
+    return _apply_rules(SUPPORTED[model_type], config, model_type, where)
+
+
+def _nested(config: Mapping[str, Any], model_type: str, where: str) -> AttentionSpec:
+    wrapper = WRAPPERS[model_type]
+    text: Any = config
+    for key in wrapper.path:
+        text = text.get(key) if isinstance(text, Mapping) else None
+    stated = text.get("model_type") if isinstance(text, Mapping) else None
+    text_type = stated if isinstance(stated, str) else wrapper.text_type
+    where = f"{where}, text model {text_type!r}"
+    if text_type not in SUPPORTED:
+        raise _unsupported(config, text_type, where)
+    base = SUPPORTED[text_type]
+    nested = replace(
+        base,
+        config_path=(*wrapper.path, *base.config_path),
+        prefixes=tuple(dict.fromkeys((*TEXT_PREFIXES, *base.prefixes))),
+        **wrapper.change,
+    )
+    return _apply_rules(nested, config, text_type, where)
+
+
+def _apply_rules(spec: AttentionSpec, config: Mapping[str, Any], text_type: str, where: str) -> AttentionSpec:
+    text = spec.text_config(config)
+    for rule in RULES.get(text_type, ()):
+        if rule.holds(text):
+            if rule.refusal:
+                raise UnsupportedModelError(f"{rule.key}: {rule.refusal}", where=where)
+            spec = replace(spec, **rule.change)
+    return replace(spec, text_type=text_type)
+
+
+def _unsupported(config: Mapping[str, Any], model_type: str, where: str) -> UnsupportedModelError:
     if model_type in REFUSED:
-        raise UnsupportedModelError(REFUSED[model_type], where=where, fix="`mha2gqa archs` lists all")
+        return UnsupportedModelError(REFUSED[model_type], where=where, fix="`mha2gqa archs` lists all")
     remote = " (its code comes with the checkpoint)" if "auto_map" in config else ""
-    raise UnsupportedModelError(
+    return UnsupportedModelError(
         f"this architecture is not in the table{remote}",
         where=where,
-        fix="describe its attention with your own AttentionSpec and convert_state_dict",
+        fix="describe its attention with your own AttentionSpec and use convert_state_dict",
     )

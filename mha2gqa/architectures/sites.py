@@ -85,11 +85,31 @@ def _checked_sites(
     return sites
 
 
-def _declared_heads(text: Mapping[str, Any], key: str, layer: int) -> int:
-    """Query heads of a layer: one number for all, or one per layer."""
+def class_default(model_type: str, key: str) -> Any:
+    """What the config class of `model_type` takes for a key that config.json leaves out, or None."""
+    from transformers import CONFIG_MAPPING
+
+    if model_type not in CONFIG_MAPPING:
+        return None
+    return lookup(CONFIG_MAPPING[model_type]().to_dict(), key)
+
+
+def layer_value(text: Mapping[str, Any], key: str, layer: int) -> Any:
+    """A config value for one layer: its own entry of `per_layer_config`, of a list, or the value for all."""
+    for name, own in (text.get("per_layer_config") or {}).items():
+        if int(name) == layer and key in own:
+            return own[key]
     value = lookup(text, key)
-    if isinstance(value, list) and layer < len(value):
-        value = value[layer]
+    if isinstance(value, list):
+        return value[layer] if layer < len(value) else None
+    return value
+
+
+def _declared_heads(spec: AttentionSpec, text: Mapping[str, Any], key: str, layer: int) -> int:
+    """Query heads of a layer."""
+    value = layer_value(text, key, layer)
+    if value is None and spec.text_type:
+        value = class_default(spec.text_type, key)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise CheckpointError(
             f"no usable {key}", where="config.json", fix="it must hold the number of query heads"
@@ -149,9 +169,9 @@ def _geometry(
     ) -> CheckpointError:
         return CheckpointError(what, where=where, fix=fix)
 
-    num_heads = _declared_heads(text, variant.heads_key, site.layer)
+    num_heads = _declared_heads(spec, text, variant.heads_key, site.layer)
     rows = -1 if spec.transposed else 0
-    head_dim = lookup(text, variant.head_dim_key)
+    head_dim = layer_value(text, variant.head_dim_key, site.layer)
     o_in = shapes[site.names["o.weight"]][0 if spec.transposed else -1]
     if spec.layout != "separate":
         head_dim = head_dim or o_in // num_heads
@@ -171,7 +191,7 @@ def _geometry(
                 f"{num_heads} heads x {head_dim * per_head}"
             )
     kv_heads = k_rows // head_dim
-    declared = lookup(text, variant.kv_heads_key)
+    declared = layer_value(text, variant.kv_heads_key, site.layer)
     if declared is not None and (not whole or kv_heads not in [declared * m for m in spec.kv_multiples]):
         raise disagree(
             f"config says {declared} KV heads = {declared * head_dim} key rows, the tensor has {k_rows} rows = "
@@ -237,6 +257,10 @@ def config_changes(
         now = lookup(text, key)
         if now is not None or i == 0:
             changes[key] = min(groups, now) if isinstance(now, int) else groups
+    for name, own in (text.get("per_layer_config") or {}).items():
+        for key in keys:
+            if isinstance(own.get(key), int):
+                changes[f"per_layer_config.{name}.{key}"] = min(groups, own[key])
     if isinstance(text.get("pretraining_tp"), int) and text["pretraining_tp"] > 1:
         changes["pretraining_tp"] = 1  # it slices projections by a fixed count
     target = spec.target(num_heads, groups)

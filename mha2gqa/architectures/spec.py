@@ -66,6 +66,28 @@ class Target:
 
 
 @dataclass(frozen=True)
+class Rule:
+    """What a key of the config changes in an entry of the table.
+
+    Args:
+        key: A (dotted) key of the text model's config.
+        equals: The value it must have; None stands for any value that is set and not false.
+        change: Fields of the spec and their values.
+        refusal: Why such a model cannot be converted; empty where it can.
+    """
+
+    key: str
+    equals: Any = None
+    change: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    refusal: str = ""
+
+    def holds(self, text: Mapping[str, Any]) -> bool:
+        """Whether it applies to this (text) config."""
+        value = lookup(text, self.key)
+        return bool(value) if self.equals is None else value == self.equals
+
+
+@dataclass(frozen=True)
 class AttentionSpec:
     """How an architecture stores its attention and what may change without changing its function.
 
@@ -97,6 +119,7 @@ class AttentionSpec:
         kv_multiples: How many times the declared KV heads a layer may hold; the ratio is kept.
         min_groups: Smallest G the class can run.
         config_path: Keys that lead to the text model's own config (`("text_config",)`).
+        text_type: Its model type, which supplies the defaults of keys that the config leaves out.
         mqa, gqa: What changes beside the KV-head keys when an MHA source gets G = 1 or G > 1.
         refused_gqa: Why G > 1 is impossible; empty where it is possible.
         note: One line the user should read before converting.
@@ -128,6 +151,7 @@ class AttentionSpec:
     kv_multiples: tuple[int, ...] = (1,)
     min_groups: int = 1
     config_path: tuple[str, ...] = ()
+    text_type: str = ""
     mqa: Target | None = None
     gqa: Target | None = None
     refused_gqa: str = ""

@@ -4,62 +4,223 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .exported import EXPORTED
-from .spec import AttentionSpec, HeadExtra
+from .spec import AttentionSpec, HeadExtra, Rule, Variant
 
-# --- shared shapes of entries --------------------------------------------------------------------------
+# --- shapes that many entries share ----------------------------------------------------------------------
 
-LLAMA = AttentionSpec()  # separate projections, RoPE over halves of the head, nothing between them
+LLAMA = AttentionSpec()  # separate projections, RoPE over the halves of a head, nothing between them
 INTERLEAVED = replace(LLAMA, position="interleaved")
 NOPE = replace(LLAMA, position="none", key_symmetry="linear")
 
 # RMSNorm over each head of q and k, one weight [d] for all heads.
 QK_NORM = replace(LLAMA, qk_norm=("q_norm", "k_norm"), key_symmetry="plane_rotations")
+# The same without a weight, or with the norm behind RoPE: the same rotations are free.
+QK_UNIT = replace(LLAMA, key_symmetry="plane_rotations")
 # RMSNorm over all heads at once: its weight has one slice per head.
 FULL_NORM = replace(
     LLAMA,
     extras=(HeadExtra("q_norm.weight", "query"), HeadExtra("k_norm.weight", "kv")),
     key_symmetry="phases",
 )
-# An attention sink per query head: a constant key is no longer invisible, the planes still are free.
 SINKS = (HeadExtra("sinks", "query"),)
 # A gate on every channel of the attention output forbids any change of basis of the values.
-GATE = (HeadExtra("gate_proj.weight", "query"),)
-# A gate per head (g_proj rows [H]) scales whole heads: values stay free.
+GATED = replace(QK_NORM, extras=(HeadExtra("gate_proj.weight", "query"),), value_symmetry="none")
+# The same gate, stored inside q_proj.
+GATED_QUERY = replace(QK_NORM, gated_query=True, value_symmetry="none", rotary_default=0.25)
+# One gate per head scales whole heads: values stay free.
 HEAD_GATE = (HeadExtra("g_proj.weight", "query"),)
+# Layers that reuse the keys and values of an earlier one see its heads as they are. A norm on the values.
+GEMMA_SHARED = replace(
+    QK_NORM, key_symmetry="none", value_symmetry="orthogonal", permutable="never", rotary_keys=()
+)
+_LAYERNORM_PER_HEAD = (HeadExtra("q_norm.weight", "query"), HeadExtra("k_norm.weight", "kv"))
 
 
 def _rotary(spec: AttentionSpec, fraction: float) -> AttentionSpec:
-    """`spec` with a class default of the rotary fraction."""
+    """`spec` with the rotary fraction that is the class's default."""
     return replace(spec, rotary_default=fraction)
 
 
-# --- decoders whose class honours num_key_value_heads with separate projections -----------------------
+def _modules(spec: AttentionSpec, *paths: str, prefixes: tuple[str, ...] = ("model.", "")) -> AttentionSpec:
+    return replace(spec, modules=tuple(("self", path) for path in paths), prefixes=prefixes)
+
+
+# --- decoders ------------------------------------------------------------------------------------------
 
 _LLAMA_LIKE = (
-    "arcee", "aria_text", "cwm", "falcon_h1", "gemma", "gemma2", "granite", "granitemoe",
-    "granitemoeshared", "hyperclovax", "internlm3", "iquestcoder", "jais2", "llama", "minimax",
+    "arcee", "aria_text", "cohere_compass_text", "cwm", "falcon_h1", "gemma", "gemma2", "granite",
+    "granitemoe", "granitemoeshared", "hyperclovax", "internlm3", "iquestcoder", "jais2", "llama", "minimax",
     "ministral", "ministral3", "mistral", "mixtral", "olmo", "phimoe", "qwen2", "qwen2_moe", "seed_oss",
     "smollm3", "solar_open", "starcoder2", "vaultgemma",
 )  # fmt: skip
 _QK_NORM_LIKE = (
     "apertus", "apertus1p5_text", "dots1", "exaone4", "exaone_moe", "gemma3_text", "hy_v3", "kolibri1",
-    "lara_mini", "mellum", "qwen3", "qwen3_moe",
+    "lara_mini", "mellum", "minimax_m3_vl_text", "qwen3", "qwen3_moe",
 )  # fmt: skip
+_PHI3 = replace(LLAMA, q="qkv_proj", k="qkv_proj", v="qkv_proj", layout="blocks")
+_INKLING_LAYERS = (
+    Variant(),
+    Variant("swa_num_attention_heads", "swa_num_key_value_heads", "swa_head_dim"),
+)
+# A short convolution over time on every channel of k and v ties their basis.
+_INKLING = replace(
+    LLAMA,
+    variants=_INKLING_LAYERS,
+    position="relative",
+    key_symmetry="none",
+    value_symmetry="none",
+    prefixes=("model.", "model.llm.", ""),
+)
 
 DECODERS: dict[str, AttentionSpec] = {
     **dict.fromkeys(_LLAMA_LIKE, LLAMA),
     **dict.fromkeys(_QK_NORM_LIKE, QK_NORM),
     **dict.fromkeys(("cohere", "cohere2", "cohere2_moe", "ernie4_5", "ernie4_5_moe", "helium"), INTERLEAVED),
     **dict.fromkeys(("glm", "glm4"), _rotary(INTERLEAVED, 0.5)),
-    **dict.fromkeys(("flex_olmo", "minimax_m2", "olmo2", "olmo3", "olmoe"), FULL_NORM),
+    **dict.fromkeys(("flex_olmo", "minimax_m2", "olmo2", "olmo3", "olmo_hybrid", "olmoe"), FULL_NORM),
+    **dict.fromkeys(("granite_swa", "granitemoe_swa", "gpt_oss"), replace(LLAMA, extras=SINKS)),
+    **dict.fromkeys(("granitemoehybrid", "jamba"), NOPE),
+    **dict.fromkeys(("phi3", "phi4_multimodal"), _PHI3),
+    **dict.fromkeys(
+        ("hunyuan_v1_dense", "hunyuan_v1_moe"), replace(QK_NORM, qk_norm=("query_layernorm", "key_layernorm"))
+    ),
+    **dict.fromkeys(
+        ("lfm2", "lfm2_moe"), replace(QK_NORM, o="out_proj", qk_norm=("q_layernorm", "k_layernorm"))
+    ),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), GATED_QUERY),
+    **dict.fromkeys(("gemma3n_text", "gemma4_text", "gemma4_unified_text"), GEMMA_SHARED),
+    "afmoe": GATED,
     "bamba": _rotary(LLAMA, 0.5),
+    "beam": replace(GATED, extras=(*GATED.extras, HeadExtra("gate_bias", "query"))),
+    "bitnet": replace(LLAMA, extras=(HeadExtra("attn_sub_norm.weight", "query"),), value_symmetry="none"),
+    "blt": replace(
+        INTERLEAVED,
+        prefixes=("model.global_transformer.",),
+        config_path=("global_config",),
+        note="only the global transformer is converted; the small byte-level encoder and decoder stay",
+    ),
+    "dbrx": replace(
+        LLAMA,
+        modules=(("self", "blocks.{layer}.norm_attn_norm.attn"),),
+        prefixes=("transformer.", ""),
+        q="Wqkv",
+        k="Wqkv",
+        v="Wqkv",
+        o="out_proj",
+        layout="blocks",
+        heads_key="n_heads",
+        kv_heads_keys=("attn_config.kv_n_heads", "num_key_value_heads"),
+        layers_key="n_layers",
+    ),
+    # Heads h and h + H/2 share a pair of value heads.
+    "diffllama": replace(LLAMA, value_symmetry="none", permutable="never", min_groups=2),
+    "doge": replace(
+        QK_NORM,
+        extras=(HeadExtra("A", "kv"), HeadExtra("dt_proj.weight", "kv", reads_kv=True)),
+        value_symmetry="none",
+    ),
+    "dory": replace(
+        QK_UNIT,
+        prefixes=("backbone.", "model.", ""),
+        extras=(
+            HeadExtra("sqk", "query"),
+            HeadExtra("s_gate", "query"),
+            HeadExtra("gate_proj.weight", "query"),
+            HeadExtra("g_proj.weight", "query"),
+        ),
+        key_symmetry="none",
+        value_symmetry="none",
+    ),
+    "exaone": replace(
+        _modules(LLAMA, "h.{layer}.attn.attention", prefixes=("transformer.", "")), o="out_proj"
+    ),
+    "flint": replace(QK_NORM, extras=SINKS),
     "glm4_moe": _rotary(LLAMA, 0.5),
-    "gpt_oss": replace(LLAMA, extras=SINKS),
-    "granitemoehybrid": NOPE,
-    "jamba": NOPE,
+    "inkling_text": replace(
+        _INKLING,
+        extras=(
+            HeadExtra("k_sconv.conv1d.weight", "kv"),
+            HeadExtra("v_sconv.conv1d.weight", "kv"),
+            HeadExtra("r_proj.weight", "query"),
+        ),
+    ),
+    "laguna": replace(
+        QK_NORM,
+        extras=HEAD_GATE,
+        rotary_default=0.5,
+        variants=(Variant("num_attention_heads_per_layer"), Variant()),
+    ),
+    "lfm3": replace(QK_NORM, extras=(*HEAD_GATE, *GATED.extras), rotary_keys=()),
+    "llama4_text": replace(QK_UNIT, position="interleaved"),
+    "mimo_v2_flash": replace(LLAMA, extras=SINKS, rotary_default=0.334, kv_multiples=(1, 2)),
+    "moshi": replace(
+        LLAMA,
+        q="q_proj.linear",
+        k="k_proj.linear",
+        v="v_proj.linear",
+        o="o_proj.linear",
+        prefixes=("model.", "decoder.model.", ""),
+        note="only the main decoder is converted; the depth decoder stays",
+    ),
+    "nanochat": QK_UNIT,
     "nemotron": _rotary(LLAMA, 0.5),
+    "nemotron_h": _modules(NOPE, "layers.{layer}.mixer", prefixes=("backbone.", "model.", "")),
     "phi": _rotary(replace(LLAMA, o="dense"), 0.5),
+    "qwen4_exp_text": _rotary(GATED_QUERY, 1.0),
+    "recurrent_gemma": _rotary(_modules(LLAMA, "layers.{layer}.temporal_block"), 0.5),
+    "sarvam_moe": replace(
+        _modules(QK_NORM, "layers.{layer}.attention"),
+        q="query_key_value",
+        k="query_key_value",
+        v="query_key_value",
+        o="dense",
+        layout="blocks",
+        qk_norm=("query_layernorm", "key_layernorm"),
+    ),
     "stablelm": _rotary(LLAMA, 0.25),
+    "zamba": replace(
+        _modules(NOPE, "layers.{layer}.shared_transf.self_attn"), head_dim_key="attention_head_dim"
+    ),
+    "zamba2": replace(
+        _modules(NOPE, "layers.{layer}.shared_transformer.self_attn"), head_dim_key="attention_head_dim"
+    ),
 }
-SUPPORTED: dict[str, AttentionSpec] = {**EXPORTED, **DECODERS}
+
+# --- what a flag of the config changes -------------------------------------------------------------------
+
+_CLIPPED = Rule("clip_qkv", change={"key_symmetry": "none", "value_symmetry": "none"})
+
+RULES: dict[str, tuple[Rule, ...]] = {
+    **dict.fromkeys(("olmo", "olmoe"), (_CLIPPED,)),
+    **dict.fromkeys(
+        ("cohere",), (Rule("use_qk_norm", change={"extras": _LAYERNORM_PER_HEAD, "key_symmetry": "none"}),)
+    ),
+    "dbrx": (replace(_CLIPPED, key="attn_config.clip_qkv"),),
+    "glm4_moe": (
+        Rule("use_qk_norm", change={"qk_norm": QK_NORM.qk_norm, "key_symmetry": "plane_rotations"}),
+    ),
+    "granitemoehybrid": (
+        Rule("position_embedding_type", "rope", change={"position": "half_split", "key_symmetry": "planes"}),
+    ),
+    "laguna": (Rule("gating", "per-element", change={"value_symmetry": "none"}),),
+    "phi": (Rule("qk_layernorm", change={"key_symmetry": "none"}),),
+    "stablelm": (
+        Rule(
+            "qk_layernorm",
+            change={
+                "key_symmetry": "none",
+                "extras": (
+                    HeadExtra("q_layernorm.norms.{head}.weight", "query"),
+                    HeadExtra("k_layernorm.norms.{head}.weight", "kv"),
+                ),
+            },
+        ),
+    ),
+    "zamba2": (
+        Rule("use_mem_rope", change={"position": "half_split", "key_symmetry": "planes"}),
+        Rule(
+            "use_shared_attention_adapter",
+            refusal="its low-rank adapters of k and v are as wide as all query heads, so K/V heads cannot be fewer",
+        ),
+    ),
+}

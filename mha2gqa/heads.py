@@ -291,10 +291,15 @@ def pool(x: Tensor, grouping: Grouping, how: str = "mean") -> Tensor:
     Accumulates in float64: identical heads give the identical head back, bit for bit, at any group
     size (in float32 they do not for sizes 3, 5, 6, 7).
     """
-    index = torch.as_tensor([list(group) for group in grouping], device=x.device)  # [G, K/G]
     if how == "first":
-        return x[index[:, 0]]
-    return x[index].to(torch.float64).mean(1).to(x.dtype)
+        return x[[group[0] for group in grouping]]
+    pooled = []
+    for first, *others in grouping:  # a head at a time: float64 copies that stay in the cache
+        total = x[first].to(torch.float64, copy=True)
+        for head in others:
+            total += x[head]
+        pooled.append(total.div_(1 + len(others)).to(x.dtype))
+    return torch.stack(pooled)
 
 
 def pool_extras(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -278,6 +279,11 @@ class SiteRewriter:
         return self._pending.pop(role)
 
 
+def rms(x: Tensor) -> float:
+    """Root mean square of `[K, …]`, a head at a time so that no float32 copy of the whole is made."""
+    return math.sqrt(sum(float(head.float().square().sum()) for head in x) / x.numel())
+
+
 def layer_report(plan: Plan, site: Site, before: Mapping[str, Tensor], merged: Merged) -> dict[str, Any]:
     """What the user is told of one module.
 
@@ -286,7 +292,7 @@ def layer_report(plan: Plan, site: Site, before: Mapping[str, Tensor], merged: M
     """
     source = heads.split(plan.spec, site.geometry, before)
     ratio = {
-        name: float(new.float().square().mean().sqrt() / old.float().square().mean().sqrt().clamp_min(1e-30))
+        name: rms(new) / max(rms(old), 1e-30)
         for name, new, old in (("k", merged.weights.k, source.k), ("v", merged.weights.v, source.v))
     }
     return {

@@ -58,9 +58,8 @@ def kv_layers(config: Mapping[str, Any]) -> tuple[KVLayer, ...]:
     Raises:
         CheckpointError: Layers or heads cannot be told from it.
     """
-    nested = config.get("text_config")
-    text = {**nested} if isinstance(nested, Mapping) else {**config}
-    values = _with_defaults(text)
+    text = _text(config)
+    values = known_config(config)
     if text.get("is_encoder_decoder") or getattr(values, "is_encoder_decoder", False):
         return _encoder_decoder(text, values)
     count = _first(values, "num_hidden_layers", "n_layer", "n_layers", "num_layers")
@@ -158,6 +157,24 @@ def decode_step_bytes(
     return weight_bytes + kv_bytes(config, context=context, batch=batch, dtype_bytes=dtype_bytes)
 
 
+def known_config(config: Mapping[str, Any]) -> Any:
+    """A raw config (of its text model) as an object: transformers' class for its type, or its bare keys.
+
+    A saved config leaves out what equals the defaults of its class; this fills them in.
+    """
+    from transformers import CONFIG_MAPPING
+
+    text = _text(config)
+    model_type = str(text.get("model_type"))
+    if model_type not in CONFIG_MAPPING:
+        return SimpleNamespace(**text)
+    try:
+        return CONFIG_MAPPING[model_type].from_dict(text)
+    except (ValueError, TypeError, KeyError, ZeroDivisionError) as error:
+        reason = " ".join(str(error).split())
+        raise CheckpointError(f"transformers refuses it ({reason})", where="config.json") from error
+
+
 # --- reading a config ----------------------------------------------------------------------------------
 
 
@@ -171,18 +188,9 @@ def _bytes(config: Mapping[str, Any], given: int | None) -> int:
     return 4
 
 
-def _with_defaults(text: Mapping[str, Any]) -> Any:
-    """The config as an object: transformers' class for its type, or the bare keys."""
-    from transformers import CONFIG_MAPPING
-
-    model_type = str(text.get("model_type"))
-    if model_type in CONFIG_MAPPING:
-        try:
-            return CONFIG_MAPPING[model_type].from_dict(dict(text))
-        except (ValueError, TypeError, KeyError, ZeroDivisionError) as error:
-            reason = " ".join(str(error).split())
-            raise CheckpointError(f"transformers refuses it ({reason})", where="config.json") from error
-    return SimpleNamespace(**text)
+def _text(config: Mapping[str, Any]) -> dict[str, Any]:
+    nested = config.get("text_config")
+    return {**nested} if isinstance(nested, Mapping) else {**config}
 
 
 def _first(values: Any, *names: str) -> Any:

@@ -93,8 +93,15 @@ def read_records(
             if not rows and document.messages is None and not document.text.strip():
                 continue
             found = True
+            try:
+                seen += len(document.text.encode())
+            except UnicodeEncodeError as error:
+                raise DataError(
+                    f"half a character (\\u{ord(document.text[error.start]):04x}) without its other half",
+                    where=document.source,
+                    fix="repair the text",
+                ) from error
             yield document
-            seen += len(document.text.encode())
             if limit_bytes is not None and seen >= limit_bytes:
                 return
     if not found:

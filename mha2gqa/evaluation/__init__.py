@@ -1,0 +1,36 @@
+"""Evaluation: token-exact loss, perplexity and bits per byte of several models on the same text."""
+
+from .comparison import evaluate
+from .results import (
+    Agreement,
+    EvaluateConfig,
+    EvaluateResult,
+    LoadedModel,
+    ModelResult,
+    PositionLoss,
+    WorstDocument,
+    check_gates,
+)
+from .scoring import block_loss
+from .statistics import Interval, PairedTest, bootstrap, paired_test
+from .windows import PROTOCOLS, Settings, Window
+
+__all__ = [
+    "PROTOCOLS",
+    "Agreement",
+    "EvaluateConfig",
+    "EvaluateResult",
+    "Interval",
+    "LoadedModel",
+    "ModelResult",
+    "PairedTest",
+    "PositionLoss",
+    "Settings",
+    "Window",
+    "WorstDocument",
+    "block_loss",
+    "bootstrap",
+    "check_gates",
+    "evaluate",
+    "paired_test",
+]

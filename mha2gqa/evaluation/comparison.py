@@ -1,0 +1,159 @@
+"""`evaluate`: several models, the same tokens, every figure with the protocol's name beside it."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import hashlib
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from ..data import prefetch
+from ..errors import DataError, UsageError
+from ..loading import load_model
+from .agreement import attention_error
+from .results import EvaluateConfig, EvaluateResult, LoadedModel, Progress, Subject
+from .scoring import Batch, Head, make_batches, score_batches
+from .setup import Entry, Setup, prepare
+from .summary import summarise
+from .tally import Sources
+from .windows import PROTOCOLS, Settings, Window
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+ATTENTION_BATCHES = 2  # batches on which attention outputs are compared
+
+
+def evaluate(
+    models: Subject | Sequence[Subject],
+    data: Any,
+    *,
+    progress: Progress | None = None,
+    **options: Any,
+) -> EvaluateResult:
+    """Score models on the same held-out text.
+
+    Args:
+        models: One or several of folder, Hub id, `LoadedModel`; the first is the one to compare with.
+        data: Paths, globs or Hub datasets (see `read_documents`), or a list of `Document`.
+        progress: Called with a model's name and its tokens scored so far, after every batch.
+        **options: The other fields of `EvaluateConfig`.
+
+    Returns:
+        Loss, perplexity and bits per byte of each model, with intervals, paired tests and KV bytes.
+
+    Raises:
+        UsageError: Options that cannot be met, such as a window longer than a model's context.
+        DataError: The text cannot be read or is too short to score anything.
+        CheckpointError: A model or tokenizer cannot be loaded.
+
+    Example:
+        >>> result = evaluate(["original", "converted"], "valid.jsonl", protocol="blocks", window=512)
+        >>> [(m.path, m.loss) for m in result.models]
+    """
+    try:
+        config = EvaluateConfig(models, data, **options)
+    except TypeError as error:
+        raise UsageError(str(error).replace("EvaluateConfig.__init__()", "evaluate()")) from error
+    run = _Run(prepare(config), progress)
+    run.score_all()
+    return summarise(run.setup, run.sources, run.documents)
+
+
+class _Run:
+    """The passes over the text of one call of `evaluate`."""
+
+    def __init__(self, setup: Setup, progress: Progress | None) -> None:
+        self.setup, self.progress = setup, progress
+        self.sources = Sources()
+        self.documents = 0
+
+    def score_all(self) -> None:
+        """Score every model; with a reference, each beside it."""
+        reference = self.setup.reference
+        others = [e for e in self.setup.entries if e is not reference]
+        if reference is None or not others:
+            for entry in self.setup.entries:
+                self._score(entry)
+            return
+        with self._opened(reference) as original:
+            head = Head(original)
+            for entry in others:
+                self._score(entry, reference, head)
+
+    def _score(self, entry: Entry, reference: Entry | None = None, other: Head | None = None) -> None:
+        """One pass over the text; fills the sums of `entry`, and of `reference` if it has none yet."""
+        with self._opened(entry) as model:
+            head = Head(model)
+            began = time.perf_counter()
+            windows = make_batches(self._windows(entry), self.setup.config.batch_size, self.setup.window)
+            fill = reference is not None and not reference.tally.sha256
+            first: list[Batch] = []
+            for batch, scores in score_batches(head, prefetch(windows), other):
+                entry.tally.add(batch, scores.nll.numpy())
+                if reference is not None and scores.reference_nll is not None:
+                    entry.tally.add_comparison(batch, scores)
+                    if fill:
+                        reference.tally.add(batch, scores.reference_nll.numpy())
+                    if len(first) < ATTENTION_BATCHES:
+                        first.append(batch)
+                if self.progress is not None:
+                    self.progress(entry.name, entry.tally.tokens)
+            entry.tally.seconds = time.perf_counter() - began
+            if entry.tally.tokens == 0:
+                raise DataError(
+                    "nothing can be scored: every document has at most one token",
+                    where="--data",
+                    fix="give longer text",
+                )
+            if reference is not None and other is not None:
+                entry.attention_error = attention_error(head, other, first)
+                if fill:
+                    reference.tally.sha256 = entry.tally.sha256
+                    reference.tally.seconds = entry.tally.seconds
+
+    @contextlib.contextmanager
+    def _opened(self, entry: Entry) -> Iterator[PreTrainedModel]:
+        """The model in eval mode; one from a folder is loaded, one in memory left as found."""
+        if isinstance(entry.subject, LoadedModel):
+            model = entry.subject.model
+            entry.parameters = model.num_parameters()
+            training = model.training
+            model.eval()
+            try:
+                yield model
+            finally:
+                model.train(training)
+            return
+        gc.collect()  # the model before this one is out of scope by now
+        if self.setup.device.type == "cuda":
+            torch.cuda.empty_cache()
+        model = load_model(
+            entry.subject,
+            dtype=self.setup.dtype,
+            device=self.setup.device,
+            trust_remote_code=self.setup.config.trust_remote_code,
+        )
+        entry.parameters = model.num_parameters()
+        yield model
+
+    def _windows(self, entry: Entry) -> Iterator[Window]:
+        """The protocol's windows; hashes them, and notes sources once."""
+        setup = self.setup
+        settings = Settings(setup.window, setup.stride, entry.bos, setup.config.max_tokens)
+        protocol = PROTOCOLS[setup.config.protocol]
+        note_sources = not self.sources.files
+        digest = hashlib.sha256()
+        for item in protocol(entry.tokenizer, setup.read(), settings):
+            self.documents = item.documents
+            digest.update(np.array([len(item.ids), item.first], dtype="<i8").tobytes())
+            digest.update(item.ids.astype("<i4").tobytes())
+            if note_sources:
+                self.sources.add(item.unit, item.source)
+            yield item
+        entry.tally.sha256 = digest.hexdigest()

@@ -1,0 +1,193 @@
+"""Before any model is loaded: what is compared, by which window, and whether that can be fair."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..data import Document, read_records
+from ..errors import UsageError
+from ..kv_cache import known_config
+from ..loading import load_config_json, load_tokenizer, resolve_device, resolve_dtype, stored_dtype
+from .results import EvaluateConfig, LoadedModel, Subject, name_of
+from .tally import Tally
+from .windows import PROTOCOLS, choose_bos
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+DEFAULT_WINDOW = 2048
+CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length")
+PROBE_DOCUMENTS, PROBE_CHARACTERS = 20, 20_000  # text on which tokenizers are compared beforehand
+
+
+@dataclass
+class Entry:
+    """A model to score: what is known before it is loaded, and its sums afterwards."""
+
+    subject: Subject
+    config: Mapping[str, Any]
+    tokenizer: PreTrainedTokenizerBase
+    bos: int | None
+    tally: Tally = field(default_factory=Tally)
+    parameters: int = 0
+    attention_error: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """What results call it."""
+        return name_of(self.subject)
+
+
+@dataclass
+class Setup:
+    """Options resolved against the models.
+
+    Args:
+        config: As asked.
+        entries: The models, first the one the others are compared with.
+        reference: The original to measure agreement with, or None.
+        window, stride: Resolved.
+        dtype, device: Resolved; the same for every model loaded here.
+        same_tokenizer: False when only bits per byte can be compared.
+        notices: What the reader must know.
+    """
+
+    config: EvaluateConfig
+    entries: list[Entry]
+    reference: Entry | None
+    window: int
+    stride: int
+    dtype: torch.dtype
+    device: torch.device
+    same_tokenizer: bool
+    notices: list[str]
+
+    def read(self) -> Iterator[Document]:
+        """The documents, from the start."""
+        return read(self.config)
+
+
+def prepare(config: EvaluateConfig) -> Setup:
+    """Resolve and check the options; loads configs and tokenizers only.
+
+    Raises:
+        UsageError: They cannot be met.
+    """
+    if config.protocol not in PROTOCOLS:
+        raise UsageError(
+            "no such protocol", where=f"--protocol {config.protocol}", fix=f"try {', '.join(PROTOCOLS)}"
+        )
+    if not config.subjects:
+        raise UsageError("no model was named", where="evaluate")
+    for name, value in (("batch-size", config.batch_size), ("max-tokens", config.max_tokens)):
+        if value is not None and value < 1:
+            raise UsageError("must be at least 1", where=f"--{name} {value}")
+    entries = [_entry(subject, config) for subject in config.subjects]
+    against = None if config.against is None else name_of(config.against)
+    reference = next((e for e in entries if e.name == against), None)
+    notices: list[str] = []
+    window = _window(config, entries, notices)
+    stride = _stride(config, window, notices)
+    device = resolve_device(config.device)
+    dtype = resolve_dtype(config.dtype, device, stored_dtype(entries[0].config))
+    same = all(_same_tokenizer(entries[0], entry, config) for entry in entries[1:])
+    if not same:
+        _check_fair(config, reference)
+        notices.append("the models' tokenizers differ: only bits per byte can be compared")
+    return Setup(config, entries, reference, window, stride, dtype, device, same, notices)
+
+
+def read(config: EvaluateConfig) -> Iterator[Document]:
+    """Stream the documents of `config.data`."""
+    data = config.data
+    if isinstance(data, list | tuple) and data and all(isinstance(d, Document) for d in data):
+        return iter(data)
+    return read_records(data, text_column=config.text_column, rows=config.protocol == "wikitext2")
+
+
+def context_length(config: Mapping[str, Any]) -> int | None:
+    """Most tokens a model was built for, from its raw config; None where nothing limits it."""
+    values = known_config(config)
+    if getattr(values, "is_encoder_decoder", False):
+        return None
+    found = (getattr(values, key, None) for key in CONTEXT_KEYS)
+    return next((n for n in found if isinstance(n, int) and n > 0), None)
+
+
+def _entry(subject: Subject, config: EvaluateConfig) -> Entry:
+    if isinstance(subject, LoadedModel):
+        raw, tokenizer = subject.model.config.to_dict(), subject.tokenizer
+    else:
+        raw, tokenizer = load_config_json(subject), load_tokenizer(subject, config.trust_remote_code)
+    return Entry(subject, raw, tokenizer, choose_bos(tokenizer, config.protocol, config.bos))
+
+
+def _window(config: EvaluateConfig, entries: list[Entry], notices: list[str]) -> int:
+    asked = config.window
+    least = 2 if config.protocol == "wikitext2" else 1
+    if asked is not None and asked < least:
+        raise UsageError("too short to score anything", where=f"--window {asked}")
+    contexts = {e.name: n for e in entries if (n := context_length(e.config)) is not None}
+    if not contexts:
+        return DEFAULT_WINDOW if asked is None else asked
+    shortest = min(contexts, key=lambda name: contexts[name])
+    limit = contexts[shortest]
+    if asked is not None and asked > limit:
+        raise UsageError(
+            f"longer than the context of {shortest}",
+            where=f"--window {asked}",
+            fix=f"use at most {limit}",
+        )
+    if asked is not None:
+        return asked
+    if config.protocol != "rolling" and limit >= DEFAULT_WINDOW:
+        return DEFAULT_WINDOW
+    notices.append(f"window {limit}, the context of {shortest}")
+    return limit
+
+
+def _stride(config: EvaluateConfig, window: int, notices: list[str]) -> int:
+    if config.protocol != "window":
+        if config.stride is not None:
+            notices.append(f"--stride {config.stride} is ignored: protocol {config.protocol} has none")
+        return window
+    if config.stride is None:
+        return max(1, window // 2)
+    if not 1 <= config.stride <= window:
+        raise UsageError(
+            f"must be between 1 and the window of {window}, or tokens would be left out",
+            where=f"--stride {config.stride}",
+        )
+    return config.stride
+
+
+def _same_tokenizer(a: Entry, b: Entry, config: EvaluateConfig) -> bool:
+    """Whether two tokenizers give the same ids, as far as their vocabularies and a probe tell."""
+    first, second = ({i: t for t, i in e.tokenizer.get_vocab().items()} for e in (a, b))
+    if any(second.get(i, token) != token for i, token in first.items()):
+        return False
+    if a.bos != b.bos or a.tokenizer.eos_token_id != b.tokenizer.eos_token_id:
+        return False
+    texts = [d.text[:PROBE_CHARACTERS] for d in itertools.islice(read(config), PROBE_DOCUMENTS)]
+    ids = [e.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] for e in (a, b)]
+    return ids[0] == ids[1]
+
+
+def _check_fair(config: EvaluateConfig, reference: Entry | None) -> None:
+    if reference is not None:
+        raise UsageError(
+            "the models' tokenizers differ, so predictions cannot be compared token by token",
+            where=f"--against {reference.name}",
+            fix="leave --against out and compare bits per byte",
+        )
+    if config.max_tokens is not None:
+        raise UsageError(
+            "the models' tokenizers differ, so the same number of tokens is not the same text",
+            where="--max-tokens",
+            fix="limit the text instead",
+        )

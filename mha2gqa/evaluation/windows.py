@@ -1,0 +1,332 @@
+"""The protocols: which tokens a model sees, and which of them are scored.
+
+Each protocol turns documents into `Window`s. Within one call every scored token is a target once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..data import Document, bos_id, eos_id
+from ..errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+ENCODE_DOCUMENTS, ENCODE_CHARACTERS = 64, 1 << 20  # one call of the tokenizer gets at most about this much
+
+
+@dataclass(frozen=True)
+class Window:
+    """One sequence a model sees: it reads `ids[:-1]` and is scored on `ids[first + 1:]`.
+
+    Args:
+        ids: int32 `[n + 1]`.
+        first: Index of the first scored target, counted from `ids[1]`; those before are context.
+        unit: Number of the document (or block) it belongs to; units are what is resampled.
+        source: Where the unit comes from, `file:line`.
+        bytes: UTF-8 bytes of the text its scored tokens stand for.
+        words: Words that begin in that text.
+        documents: Documents read so far, this one included.
+        encoder: int32 `[m]`, what the encoder reads; `ids` are then the decoder's (start token first).
+    """
+
+    ids: np.ndarray
+    first: int
+    unit: int
+    source: str
+    bytes: int = 0
+    words: int = 0
+    documents: int = 0
+    encoder: np.ndarray | None = None
+
+    @property
+    def scored(self) -> int:
+        """Number of scored targets."""
+        return len(self.ids) - 1 - self.first
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a protocol needs to know.
+
+    Args:
+        window: Inputs a model sees at once, BOS included.
+        stride: New tokens per window (`window` protocol only).
+        bos: Id of the BOS, or None for none.
+        max_tokens: Stop after this many scored tokens.
+    """
+
+    window: int
+    stride: int
+    bos: int | None = None
+    max_tokens: int | None = None
+
+
+# --- documents with a measure of their text ------------------------------------------------------------
+
+
+@dataclass
+class Encoded:
+    """Token ids of a document, and how much of its text each prefix of them stands for.
+
+    `bytes_words(i)` must be called with rising `i`: it walks the text once.
+    """
+
+    ids: np.ndarray  # int32 [n], no special tokens
+    text: str
+    source: str
+    char_end: Callable[[int], int]  # token index -> end of its characters in the text
+    _at: tuple[int, int, int] = field(default=(0, 0, 0))  # (character, bytes, words) reached
+
+    def start_from(self, size: int, words: int) -> None:
+        """Count on from the text of earlier documents."""
+        self._at = (0, size, words)
+
+    def bytes_words(self, count: int) -> tuple[int, int]:
+        """UTF-8 bytes of the text of the first `count` tokens, and words that begin in it."""
+        start, size, words = self._at
+        end = 0 if count == 0 else len(self.text) if count >= len(self.ids) else self.char_end(count - 1)
+        if end > start:
+            part = self.text[start:end]
+            begun = len(part.split())
+            if start and not self.text[start - 1].isspace() and not part[0].isspace():
+                begun -= 1  # the rest of a word that began before
+            self._at = (end, size + len(part.encode("utf-8", "surrogatepass")), words + begun)
+        return self._at[1], self._at[2]
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, documents: Iterable[Document]) -> Iterator[Encoded]:
+    """Tokenise documents in batches, without special tokens."""
+    for batch in _batches(documents):
+        encoding = tokenizer([d.text for d in batch], add_special_tokens=False, verbose=False)
+        for row, document in enumerate(batch):
+            ids = np.array(encoding["input_ids"][row], dtype=np.int32)
+            yield Encoded(ids, document.text, document.source, _char_end(tokenizer, encoding, row, ids))
+
+
+def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    batch: list[Document] = []
+    held = 0
+    for document in documents:
+        if document.messages is not None:
+            raise DataError(
+                "the column holds chat messages, not text",
+                where=document.source,
+                fix="name a column of plain text with --text-column",
+            )
+        batch.append(document)
+        held += len(document.text)
+        if len(batch) == ENCODE_DOCUMENTS or held >= ENCODE_CHARACTERS:
+            yield batch
+            batch, held = [], 0
+    if batch:
+        yield batch
+
+
+def _char_end(
+    tokenizer: PreTrainedTokenizerBase, encoding: object, row: int, ids: np.ndarray
+) -> Callable[[int], int]:
+    fast = getattr(encoding, "encodings", None)
+    if not fast:  # a slow tokenizer keeps no offsets: measure what the prefix decodes to
+        return lambda i: len(tokenizer.decode(ids[: i + 1], skip_special_tokens=True))
+
+    def end(index: int) -> int:
+        span = fast[row].token_to_chars(index)
+        return 0 if span is None else span[1]  # a special token stands for no text
+
+    return end
+
+
+def _too_short(there: int, needed: int, limit: int | None) -> DataError:
+    if there >= needed:
+        return DataError(
+            f"{limit} tokens are less than one block", where="--max-tokens", fix="raise it or lower --window"
+        )
+    return DataError(
+        f"the text has {there} tokens, one block needs {needed}",
+        where="--data",
+        fix="give more text or lower --window",
+    )
+
+
+# --- protocols -----------------------------------------------------------------------------------------
+
+
+def blocks(
+    tokenizer: PreTrainedTokenizerBase, documents: Iterable[Document], settings: Settings
+) -> Iterator[Window]:
+    """Documents, each between BOS (if used) and end-of-text, joined and cut; the last part is dropped."""
+    size, eos = settings.window, eos_id(tokenizer)
+    head = [] if settings.bos is None else [settings.bos]
+    left = None if settings.max_tokens is None else settings.max_tokens // size
+    if left == 0:
+        raise _too_short(size + 1, size + 1, settings.max_tokens)
+    stream = np.empty(0, dtype=np.int32)  # ids from the first input of the next block on
+    source, unit, total = "", 0, 0
+    mark: tuple[int, int] | None = None  # (bytes, words) of the text up to and with stream[0]
+    read = (0, 0)  # (bytes, words) of the documents read so far
+    for number, document in enumerate(encode(tokenizer, documents), 1):
+        before = len(stream)
+        source = source if before > 1 else document.source
+        stream = np.concatenate([stream, head, document.ids, [eos]]).astype(np.int32)
+        total += len(stream) - before
+        skipped = before + len(head)  # ids of the stream before the document's own
+        document.start_from(*read)
+        mark = mark or document.bytes_words(1 - len(head))
+        start = 0
+        while start + size < len(stream) and (left is None or unit < left):
+            ids = stream[start : start + size + 1]
+            reached = document.bytes_words(max(0, start + size + 1 - skipped))
+            text = (reached[0] - mark[0], reached[1] - mark[1])
+            yield Window(ids, 0, unit, source, *text, number)
+            mark, start, unit, source = reached, start + size, unit + 1, document.source
+        if left is not None and unit >= left:
+            return
+        read = document.bytes_words(len(document.ids))
+        stream = stream[start:].copy()
+    if unit == 0:
+        raise _too_short(total, size + 1, settings.max_tokens)
+
+
+def window(
+    tokenizer: PreTrainedTokenizerBase, documents: Iterable[Document], settings: Settings
+) -> Iterator[Window]:
+    """Per document, a window that moves by `stride`; only tokens no earlier window scored are scored.
+
+    Without BOS the document's first token has no context and is not scored. With BOS every window
+    starts with it, and it is never scored itself.
+    """
+    left = settings.max_tokens
+    bos = settings.bos
+    head = [] if bos is None else [bos]
+    size = settings.window - len(head)  # document tokens among the inputs
+    skipped = 1 - len(head)  # leading tokens without context
+    for unit, document in enumerate(encode(tokenizer, documents)):
+        ids = document.ids
+        if left is not None and len(ids) - skipped > left:
+            ids = ids[: left + skipped]
+        mark = document.bytes_words(skipped)
+        done, begin = skipped, 0  # tokens scored so far; first token of the window
+        while done < len(ids):
+            end = min(begin + size + 1, len(ids))
+            seen = np.array([*head, *ids[begin:end]], dtype=np.int32)
+            reached = document.bytes_words(end)
+            new = end - done
+            text = (reached[0] - mark[0], reached[1] - mark[1])
+            yield Window(seen, len(seen) - 1 - new, unit, document.source, *text, unit + 1)
+            mark, done, begin = reached, end, begin + settings.stride
+        if left is not None:
+            left -= max(0, len(ids) - skipped)
+            if left <= 0:
+                return
+
+
+def wikitext2(
+    tokenizer: PreTrainedTokenizerBase, documents: Iterable[Document], settings: Settings
+) -> Iterator[Window]:
+    """The literature's figure: rows joined by blank lines, cut in blocks of `window` tokens.
+
+    A block's first token is not scored; BOS stands once, at the start of the text.
+    """
+    rows = list(documents)
+    joined = "\n\n".join(row.text for row in rows)
+    source = rows[0].source if rows else ""
+    (document,) = encode(tokenizer, [Document(joined, source)])
+    head = [] if settings.bos is None else [settings.bos]
+    ids, size = np.array([*head, *document.ids], dtype=np.int32), settings.window
+    count = len(ids) // size
+    if settings.max_tokens is not None:
+        count = min(count, settings.max_tokens // (size - 1))
+    if count == 0:
+        raise _too_short(len(ids), size, settings.max_tokens)
+    for unit in range(count):
+        begin = unit * size
+        mark = document.bytes_words(max(0, begin + 1 - len(head)))
+        reached = document.bytes_words(begin + size - len(head))
+        text = (reached[0] - mark[0], reached[1] - mark[1])
+        yield Window(ids[begin : begin + size], 0, unit, source, *text, len(rows))
+
+
+def rolling(
+    tokenizer: PreTrainedTokenizerBase, documents: Iterable[Document], settings: Settings
+) -> Iterator[Window]:
+    """lm-eval's `loglikelihood_rolling`: every token scored once, the first one after BOS (else EOS).
+
+    Windows do not overlap, but the last of a document is filled up with context to `window` inputs.
+    Words are counted as lm-eval counts them.
+    """
+    prefix = settings.bos if settings.bos is not None else eos_id(tokenizer)
+    left, size = settings.max_tokens, settings.window
+    for unit, document in enumerate(encode(tokenizer, documents)):
+        ids = np.array([prefix, *document.ids], dtype=np.int32)
+        if left is not None and len(ids) - 1 > left:
+            ids = ids[: left + 1]
+        whole = len(ids) == len(document.ids) + 1
+        done, mark = 0, (0, 0)
+        while done < len(ids) - 1:
+            end = min(done + size, len(ids) - 1)  # targets are ids[done + 1 : end + 1]
+            begin = max(0, end - size) if done else 0
+            reached = document.bytes_words(end)
+            if whole and end == len(ids) - 1:
+                reached = (reached[0], len(re.split(r"\s+", document.text)))
+            text = (reached[0] - mark[0], reached[1] - mark[1])
+            yield Window(ids[begin : end + 1], done - begin, unit, document.source, *text, unit + 1)
+            mark, done = reached, end
+        if left is not None:
+            left -= len(ids) - 1
+            if left <= 0:
+                return
+
+
+Protocol = Callable[["PreTrainedTokenizerBase", Iterable[Document], Settings], Iterator[Window]]
+
+# A protocol for another objective (span corruption) is one more entry here.
+PROTOCOLS: dict[str, Protocol] = {
+    "blocks": blocks,
+    "window": window,
+    "wikitext2": wikitext2,
+    "rolling": rolling,
+}
+
+
+def choose_bos(tokenizer: PreTrainedTokenizerBase, protocol: str, policy: str) -> int | None:
+    """The BOS id that a protocol will use, or None.
+
+    Args:
+        tokenizer: A transformers tokenizer.
+        protocol: A name of `PROTOCOLS`; `rolling` always starts with a BOS where the tokenizer has one.
+        policy: `auto` (use it where the tokenizer's own post-processor does), `always`, `never`.
+
+    Raises:
+        DataError: `always`, and the tokenizer has none.
+    """
+    if policy == "always" and tokenizer.bos_token_id is None:
+        raise DataError("the tokenizer has no BOS token", where="--bos always", fix="use --bos auto")
+    if policy == "never":
+        return None
+    if policy == "always" or protocol == "rolling":
+        return tokenizer.bos_token_id
+    return bos_id(tokenizer)
+
+
+def describe_bos(tokenizer: PreTrainedTokenizerBase, protocol: str, bos: int | None) -> str:
+    """One line for reports: where a BOS stands and whether it is scored."""
+    if protocol == "rolling":
+        token = bos if bos is not None else tokenizer.eos_token_id
+        name = tokenizer.convert_ids_to_tokens(token)
+        kind = "BOS" if bos is not None else "EOS, for want of a BOS"
+        return f"{name} ({kind}) before each document, not scored"
+    if bos is None:
+        return "none"
+    name = tokenizer.convert_ids_to_tokens(bos)
+    return {
+        "blocks": f"{name} before each document, scored like any token",
+        "window": f"{name} starts every window, never scored",
+        "wikitext2": f"{name} once, at the start of the text, not scored",
+    }.get(protocol, f"{name} as the protocol {protocol} places it")

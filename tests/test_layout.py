@@ -39,6 +39,7 @@ LAYERS = [
     "benchmark",
     "report",
     "pipeline",
+    "clitools",
     "cli",
 ]
 LIGHT = [

@@ -3,7 +3,7 @@
 Every mistake is answered with the file (and line), the key, and the nearest valid key.
 """
 
-from .reading import check_training_words, load_recipe, recipe_from_dict
+from .reading import check_training_words, load_recipe, recipe_from_dict, recipe_from_overrides
 from .sections import (
     SECTIONS,
     ConvertRecipe,
@@ -13,7 +13,7 @@ from .sections import (
     SweepRecipe,
     UptrainRecipe,
 )
-from .values import coerce, parse_count
+from .values import coerce, parse_count, parse_size
 
 __all__ = [
     "SECTIONS",
@@ -27,5 +27,7 @@ __all__ = [
     "coerce",
     "load_recipe",
     "parse_count",
+    "parse_size",
     "recipe_from_dict",
+    "recipe_from_overrides",
 ]

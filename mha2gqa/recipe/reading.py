@@ -7,10 +7,9 @@ import difflib
 import re
 import typing
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
-
-import yaml
 
 from ..errors import UsageError
 from .sections import SECTIONS, Recipe, UptrainRecipe
@@ -79,6 +78,19 @@ def recipe_from_dict(
     return _build(Recipe, "", values, where, places)
 
 
+def recipe_from_overrides(overrides: Sequence[str]) -> Recipe:
+    """A recipe of `section.key=value` overrides alone.
+
+    Raises:
+        UsageError: As `load_recipe`.
+    """
+    data: dict[str, Any] = {}
+    where: dict[str, str] = {}
+    for override in overrides:
+        _override(data, where, override)
+    return recipe_from_dict(data, "--set", where)
+
+
 def check_training_words(words: Iterable[str], where: str = "uptrain") -> None:
     """Check words of the `uptrain` section against `transformers.TrainingArguments` (imports torch).
 
@@ -100,25 +112,29 @@ def check_training_words(words: Iterable[str], where: str = "uptrain") -> None:
 # --- reading -------------------------------------------------------------------------------------------
 
 
-class _Loader(yaml.SafeLoader):
+@cache
+def _loader() -> Any:
     """SafeLoader that reads 1e-5 as a number, as YAML 1.2 does (YAML 1.1 wants 1.0e-5)."""
+    import yaml
 
+    class Loader(yaml.SafeLoader):
+        pass
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"),
-    list("-+0123456789"),
-)
+    number = re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$")
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+0123456789"))
+    return Loader
 
 
 def _parse(text: str, path: Path) -> tuple[dict[str, Any], dict[str, int]]:
     """YAML text as data and the line of every dotted key."""
+    import yaml  # not at the top: `mha2gqa --help` reads this module
+
     try:
-        node = yaml.compose(text, _Loader)
+        node = yaml.compose(text, _loader())
         lines: dict[str, int] = {}
         if node is not None:
             _collect_lines(node, "", lines, path)
-        data = yaml.load(text, _Loader)
+        data = yaml.load(text, _loader())
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f"{path}:{mark.line + 1}" if mark else str(path)
@@ -130,8 +146,8 @@ def _parse(text: str, path: Path) -> tuple[dict[str, Any], dict[str, int]]:
     return data, lines
 
 
-def _collect_lines(node: yaml.Node, prefix: str, lines: dict[str, int], path: Path) -> None:
-    if not isinstance(node, yaml.MappingNode):
+def _collect_lines(node: Any, prefix: str, lines: dict[str, int], path: Path) -> None:
+    if node.id != "mapping":
         return
     for key, value in node.value:
         name = f"{prefix}{key.value}"
@@ -148,8 +164,10 @@ def _override(data: dict[str, Any], where: dict[str, str], override: str) -> Non
     parts = key.split(".")
     if not equals or not all(parts) or len(parts) > 2:
         raise UsageError("is not section.key=value", where=place, fix="for example --set uptrain.alpha=0.02")
+    import yaml
+
     try:
-        value = yaml.load(text, _Loader)
+        value = yaml.load(text, _loader())
     except yaml.YAMLError as error:
         raise UsageError("the value is not YAML", where=place) from error
     holder = data

@@ -6,12 +6,11 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import yaml
-
 from .values import yaml_name
 
 Method = Literal["mean", "first", "random", "align", "joint"]
 Protocol = Literal["blocks", "window", "wikitext2", "rolling"]
+Train = Literal["all", "attention", "lora"]
 
 
 @dataclass(frozen=True)
@@ -129,7 +128,7 @@ class UptrainRecipe(Section):
     teacher: str | None = None
     temperature: float | None = None
     ce_weight: float | None = None
-    train: Literal["all", "attention", "lora"] | None = None
+    train: Train | None = None
     lora_r: int | None = None
     lora_alpha: int | None = None
     lora_dropout: float | None = None
@@ -215,6 +214,8 @@ class Recipe:
 
     def to_yaml(self) -> str:
         """The effective recipe; reading it back gives an equal `Recipe`."""
+        import yaml  # not at the top: `mha2gqa --help` reads this module
+
         return yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True)
 
 

@@ -37,6 +37,26 @@ def parse_count(text: str | float) -> int:
     return int(value)
 
 
+_SIZE = re.compile(r"^(\d+(?:\.\d+)?)\s*(?:([kKMGT])(i?)[bB]?|[bB])?$")
+
+
+def parse_size(text: str | float) -> int:
+    """Bytes such as `5GB` (decimal, as on a box) or `512MiB` (binary) as an int.
+
+    Raises:
+        ValueError: No size.
+
+    Example:
+        >>> parse_size("5GB"), parse_size("1MiB")
+        (5000000000, 1048576)
+    """
+    match = _SIZE.match(str(text).strip())
+    if match is None or isinstance(text, bool):
+        raise ValueError(f"{text!r} is not a size (5GB and 512MiB are)")
+    power = " kMGT".index((match[2] or " ").replace("K", "k"))
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
+
+
 def coerce(hint: Any, value: Any, place: str) -> Any:
     """`value` as the annotated type `hint` of a recipe field.
 

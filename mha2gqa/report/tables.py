@@ -27,6 +27,16 @@ def human_bytes(count: float | None) -> str:
     return f"{significant(value)} {unit}"
 
 
+def box_size(count: float) -> str:
+    """Bytes in decimal units, as memory and bandwidth are sold.
+
+    Example:
+        >>> box_size(80e9), box_size(3.35e12)
+        ('80 GB', '3.35 TB')
+    """
+    return f"{significant(count / 1e12)} TB" if count >= 1e12 else f"{significant(count / 1e9)} GB"
+
+
 def human_count(count: float | None) -> str:
     """A count with a decimal suffix.
 

@@ -1,0 +1,240 @@
+"""What every command shares: parameter types, output, logging, exit codes. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import click
+
+from .errors import Mha2gqaError
+from .recipe import parse_count, parse_size
+
+if TYPE_CHECKING:
+    from .results import Result
+
+logger = logging.getLogger("mha2gqa")
+FLAGS = ("json", "verbose", "quiet")
+INTERRUPTED = 130
+
+
+class Count(click.ParamType):
+    """A whole number; `100B`, `1.4T`, `512k` and `1e9` are understood."""
+
+    name = "count"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        try:
+            return parse_count(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+class Size(click.ParamType):
+    """Bytes; `5GB` and `512MiB` are understood."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        try:
+            return parse_size(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+class Groups(click.ParamType):
+    """G as typed: what is no whole number goes on to the library, which knows the model's valid values."""
+
+    name = "G"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        for kind in (int, float):
+            try:
+                return kind(value)
+            except ValueError:
+                continue
+        return value
+
+
+COUNT, SIZE, GROUPS = Count(), Size(), Groups()
+option = click.option
+
+
+def options(*decorators: Callable[..., Any]) -> Callable[..., Any]:
+    """Several option decorators as one; help lists them in the order given."""
+
+    def apply(command: Callable[..., Any]) -> Callable[..., Any]:
+        for decorator in reversed(decorators):
+            command = decorator(command)
+        return command
+
+    return apply
+
+
+def _remember(ctx: click.Context, param: click.Parameter, value: Any) -> None:
+    """Keep a common flag for the whole call: it may stand before or after the command's name."""
+    state = ctx.find_root().ensure_object(dict)
+    state[str(param.name)] = max(int(value), state.get(str(param.name), 0))
+    if param.name == FLAGS[-1]:
+        setup_logging(state)
+
+
+common = options(
+    option("--json", is_flag=True, expose_value=False, callback=_remember, help="One JSON object on stdout."),
+    option(
+        "-v", "--verbose", count=True, expose_value=False, callback=_remember, help="More log, tracebacks."
+    ),
+    option(
+        "-q", "--quiet", is_flag=True, expose_value=False, callback=_remember, help="Only warnings, no bars."
+    ),
+)
+
+
+def given(words: dict[str, Any]) -> dict[str, Any]:
+    """The options that were given; the others keep the default of what is called."""
+    return {name: value for name, value in words.items() if value is not None and value != ()}
+
+
+def training_words(overrides: Sequence[str]) -> dict[str, Any]:
+    """`--set KEY=VALUE` of the uptrain command as typed keyword arguments.
+
+    Raises:
+        UsageError: Not of that form, or a value of the wrong kind.
+    """
+    from .recipe import recipe_from_overrides
+
+    section = recipe_from_overrides([f"uptrain.{text}" for text in overrides]).uptrain
+    return {} if section is None else section.options()
+
+
+# --- output --------------------------------------------------------------------------------------------
+
+
+def first_process() -> bool:
+    """Whether this process speaks: rank 0 under torchrun and accelerate."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def emit(result: Result | dict[str, Any]) -> None:
+    """Print a result: one JSON object with `--json`, else its rendering for people."""
+    data = result if isinstance(result, dict) else result.to_dict()
+    if not first_process():
+        return
+    state = _state()
+    state["emitted"] = 1
+    if state.get("json"):
+        click.echo(json.dumps(data, ensure_ascii=False))
+    else:
+        from .report.terminal import render
+
+        click.echo(render(data))
+
+
+def write_json(data: dict[str, Any], path: str) -> None:
+    """Write a result to a file, in the first process only."""
+    if first_process():
+        text = json.dumps(data, indent=2, ensure_ascii=False) + "\n"
+        Path(path).write_text(text, encoding="utf-8")
+
+
+def setup_logging(state: dict[str, int]) -> None:
+    """Our log on stderr; other libraries only speak with -v."""
+    level = logging.DEBUG if state.get("verbose") else logging.WARNING if state.get("quiet") else logging.INFO
+    if not logger.handlers:
+        handler = logging.StreamHandler()  # stderr
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        logger.addHandler(handler)
+        logger.propagate = False
+    logger.setLevel(level if first_process() else logging.ERROR)
+    if not state.get("verbose"):
+        for name in ("TRANSFORMERS_VERBOSITY", "DATASETS_VERBOSITY", "HF_HUB_VERBOSITY"):
+            os.environ.setdefault(name, "error")
+        warnings.filterwarnings("ignore")
+
+
+@contextmanager
+def progress_bar(label: str) -> Iterator[Callable[[int, int], None] | None]:
+    """A bar of bytes on stderr, as `progress(done, total)`; None where nobody is looking."""
+    if _state().get("quiet") or not first_process() or not sys.stderr.isatty():
+        yield None
+        return
+    from tqdm import tqdm
+
+    with tqdm(desc=label, unit="B", unit_scale=True, leave=False) as bar:
+
+        def show(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        yield show
+
+
+def _state() -> dict[str, int]:
+    context = click.get_current_context(silent=True)
+    return (context.find_root().obj or {}) if context else {}
+
+
+# --- errors --------------------------------------------------------------------------------------------
+
+
+def run_command(command: click.Group, argv: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line and exit: 0 ok, 1 failed, 2 usage, 3 gate, 130 interrupted.
+
+    Args:
+        command: The group of commands.
+        argv: Arguments; those of the process by default.
+    """
+    args = list(sys.argv[1:] if argv is None else argv)
+    state: dict[str, int] = {}
+    sys.excepthook = lambda kind, error, trace: _unexpected(state, args, error)
+    try:
+        code = command.main(args, prog_name="mha2gqa", standalone_mode=False, obj=state)
+        sys.exit(code if isinstance(code, int) else 0)
+    except (click.Abort, KeyboardInterrupt):
+        _fail(state, args, None, "interrupted", INTERRUPTED)
+    except click.UsageError as error:
+        where = f"{error.ctx.command_path}: " if error.ctx else ""
+        hint = f" (see {error.ctx.command_path} --help)" if error.ctx else ""
+        _fail(state, args, error, where + " ".join(error.format_message().split()) + hint, 2)
+    except Mha2gqaError as error:
+        _fail(state, args, error, str(error), error.exit_code)
+    except BrokenPipeError:  # `mha2gqa archs | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+
+
+def _unexpected(state: dict[str, int], args: list[str], error: BaseException) -> None:
+    """A fault of ours or of a library: one line, and how to see more. Python then exits with 1."""
+    words = " ".join(str(error).split()) or "no message"
+    _report(state, args, error, f"{type(error).__name__}: {words[:500]} (-v shows where)", 1)
+
+
+def _fail(
+    state: dict[str, int], args: list[str], error: BaseException | None, message: str, code: int
+) -> NoReturn:
+    _report(state, args, error, message, code)
+    sys.exit(code)
+
+
+def _report(
+    state: dict[str, int], args: list[str], error: BaseException | None, message: str, code: int
+) -> None:
+    if error is not None and (state.get("verbose") or os.environ.get("MHA2GQA_DEBUG") == "1"):
+        import traceback
+
+        traceback.print_exception(error)
+    click.echo(f"mha2gqa: {message}" if code == INTERRUPTED else f"error: {message}", err=True)
+    wanted = ("--json" in args or state.get("json")) and first_process()
+    if wanted and not state.get("emitted"):  # else the result itself says what failed
+        from .results import SCHEMA_VERSION
+
+        names = [arg for arg in args if not arg.startswith("-")]
+        body = {"schema_version": SCHEMA_VERSION, "command": names[0] if names else ""}
+        click.echo(json.dumps(body | {"error": {"message": message, "exit_code": code}}, ensure_ascii=False))

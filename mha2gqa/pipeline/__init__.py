@@ -1,0 +1,1 @@
+"""Jobs made of the library's verbs: plan, run, sweep, demo, push."""

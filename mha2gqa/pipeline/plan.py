@@ -1,0 +1,244 @@
+"""`plan`: what a conversion would give and need, from the config and the tensor shapes alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from ..architectures import find_spec, valid_groups
+from ..kv_cache import decode_step_bytes, kv_bytes, kv_bytes_per_token, max_batch
+from ..planning import Plan, plan_conversion, plan_sites, site_changes
+from ..results import Result
+from .describe import Description, describe
+
+# Bytes for each trained parameter: float32 weight and gradient, two AdamW moments.
+TRAINED_BYTES, FROZEN_BYTES = 16, 2
+DISK_BYTES_PER_SECOND = 500e6  # a plain SSD; stated beside the estimate
+LORA_RANK = 16
+H100_BANDWIDTH = 3.35e12  # bytes/s of an H100 SXM, NVIDIA's data sheet
+
+
+@dataclass
+class PlanResult(Result):
+    """What `plan` found.
+
+    Args:
+        source: As given.
+        model_type: From the config.
+        groups: The G that the figures `after` are for.
+        layers: Attention modules that change.
+        num_heads: Query heads.
+        num_kv_heads: `{"before": K, "after": G}`.
+        head_dim: Width of a head.
+        valid_groups: Every G that is possible.
+        bytes: Of all tensors, `before` and `after`.
+        parameters: Counts `before` and `after`.
+        kv_bytes_per_token: `before` and `after`.
+        options: For each valid G: size of the checkpoint and of the cache.
+        decode: KV bytes and the tokens/s that memory bandwidth allows, at `batch` × `context`.
+        conversion: `disk_bytes`, `memory_bytes`, `seconds` (estimates).
+        memory: Device bytes of weights, gradients and optimizer for each parameter set of `uptrain`.
+        exact: False where shapes come from the config and not from the files.
+        warnings: What to know before converting.
+        recommended: A command to copy.
+    """
+
+    command: ClassVar[str] = "plan"
+    source: str
+    model_type: str
+    groups: int
+    layers: int
+    num_heads: int
+    num_kv_heads: dict[str, int]
+    head_dim: int
+    valid_groups: list[int]
+    bytes: dict[str, int]
+    parameters: dict[str, int]
+    kv_bytes_per_token: dict[str, int]
+    options: list[dict[str, Any]]
+    decode: dict[str, Any]
+    conversion: dict[str, float]
+    memory: dict[str, Any]
+    exact: bool
+    warnings: list[str] = field(default_factory=list)
+    recommended: str = ""
+
+
+def plan(
+    source: str | Path,
+    *,
+    groups: int | None = None,
+    tp: int = 1,
+    batch: int = 1,
+    context: int | None = None,
+    gpu_memory: float = 80e9,
+    bandwidth: float = H100_BANDWIDTH,
+    revision: str | None = None,
+) -> PlanResult:
+    """Say what converting a model would give and need, reading no weights.
+
+    Args:
+        source: Checkpoint folder, folder with only a config, config file, or hub id.
+        groups: KV heads G; by default a quarter of the current number.
+        tp: Tensor-parallel ranks the result will be served on.
+        batch, context: Sequences and tokens of the decoding situation; context defaults to the model's.
+        gpu_memory: Bytes of one device.
+        bandwidth: Its memory bandwidth, bytes/s.
+        revision: On the Hub.
+
+    Returns:
+        Figures and warnings.
+
+    Raises:
+        UnsupportedModelError, UsageError, CheckpointError: As `convert` would.
+    """
+    model = describe(source, revision)
+    spec = find_spec(model.config)
+    geometries = [geometry for _, geometry in plan_sites(spec, model.config, model.shapes)]
+    before, num_heads = max(g.num_kv_heads for g in geometries), geometries[0].num_heads
+    possible = valid_groups(before, spec)
+    wanted = suggested(possible, before, tp) if groups is None else groups
+    chosen = plan_conversion(model.config, model.shapes, wanted)
+    context = context or int(_text(model.config).get("max_position_embeddings") or 4096)
+    options = [_option(model, g, batch, context, gpu_memory) for g in possible]
+    now, then = (next(o for o in options if o["groups"] == g) for g in (before, wanted))
+    return PlanResult(
+        source=str(source),
+        model_type=str(model.config["model_type"]),
+        groups=wanted,
+        layers=sum(not site.kept for site in chosen.sites),
+        num_heads=num_heads,
+        num_kv_heads={"before": before, "after": wanted},
+        head_dim=geometries[0].head_dim,
+        valid_groups=possible,
+        bytes={"before": now["bytes"], "after": then["bytes"]},
+        parameters={"before": now["parameters"], "after": then["parameters"]},
+        kv_bytes_per_token={"before": now["kv_bytes_per_token"], "after": then["kv_bytes_per_token"]},
+        options=options,
+        decode=_decode(now, then, batch, context, bandwidth, gpu_memory),
+        conversion=_conversion(model, then["bytes"]),
+        memory=training_memory(model, chosen, gpu_memory),
+        exact=model.exact,
+        warnings=[*chosen.warnings, *parallel_warnings(wanted, num_heads, tp)],
+        recommended=f"mha2gqa convert {source} {Path(str(source)).name}-gqa{wanted} --groups {wanted} "
+        "--calibration TEXT.jsonl",
+    )
+
+
+def suggested(possible: list[int], before: int, tp: int) -> int:
+    """The G to propose: a quarter of the heads, or the smallest that `tp` ranks can share out evenly."""
+    even = [g for g in possible if g % tp == 0] or possible
+    target = max(before / 4, tp)
+    return min(even, key=lambda g: (abs(math.log(g / target)), -g))
+
+
+def parallel_warnings(groups: int, num_heads: int, tp: int) -> list[str]:
+    """What tensor parallelism makes of G KV heads on `tp` ranks."""
+    if tp <= 1:
+        return []
+    if num_heads % tp:
+        return [f"{num_heads} query heads cannot be split over --tp {tp} ranks"]
+    if groups < tp:
+        copies = f"{tp // groups} times" if tp % groups == 0 else "more than once"
+        return [
+            f"--tp {tp} stores each of {groups} KV heads {copies}: G = {tp} costs the same cache per rank"
+        ]
+    if groups % tp:
+        return [f"{groups} KV heads cannot be split evenly over --tp {tp} ranks: choose a multiple of {tp}"]
+    return []
+
+
+def changed_shapes(model: Description, decided: Plan) -> dict[str, tuple[int, ...]]:
+    """Every tensor name of the result with its shape."""
+    shapes = dict(model.shapes)
+    for site in decided.sites:
+        stored, lost = site_changes(decided, site, model.shapes)
+        shapes |= {site.site.names[role]: shape for role, shape in stored.items()}
+        for role in lost:
+            del shapes[site.site.names[role]]
+    return shapes
+
+
+def _option(model: Description, groups: int, batch: int, context: int, gpu_memory: float) -> dict[str, Any]:
+    decided = plan_conversion(model.config, model.shapes, groups)
+    shapes = changed_shapes(model, decided)
+    nbytes = sum(model.nbytes(name, shape) for name, shape in shapes.items())
+    config = decided.config
+    sizes = {"context": context, "weight_bytes": nbytes}
+    return {
+        "groups": groups,
+        "group_size": decided.num_kv_heads[0] // groups,
+        "bytes": nbytes,
+        "parameters": sum(math.prod(shape) for shape in shapes.values()),
+        "kv_bytes_per_token": kv_bytes_per_token(config),
+        "kv_bytes": kv_bytes(config, context=context, batch=batch),
+        "step_bytes": decode_step_bytes(config, batch=batch, **sizes),
+        "max_batch": max_batch(config, memory_bytes=gpu_memory, **sizes),
+    }
+
+
+def _decode(
+    now: Mapping[str, Any],
+    then: Mapping[str, Any],
+    batch: int,
+    context: int,
+    bandwidth: float,
+    gpu_memory: float,
+) -> dict[str, Any]:
+    """The situation `batch` × `context`, before and after; the ceiling is bytes a step must move / bandwidth."""
+    keys = ("kv_bytes", "step_bytes", "max_batch")
+    found: dict[str, Any] = {"batch": batch, "context": context}
+    found |= {"bandwidth": bandwidth, "gpu_memory": gpu_memory}
+    found |= {key: {"before": now[key], "after": then[key]} for key in keys}
+    found["tokens_per_second_ceiling"] = {
+        when: round(batch * bandwidth / option["step_bytes"], 1)
+        for when, option in (("before", now), ("after", then))
+    }
+    return found
+
+
+def _conversion(model: Description, after: int) -> dict[str, float]:
+    """Disk, memory and time of a conversion without calibration: it streams."""
+    return {
+        "disk_bytes": after,
+        "memory_bytes": model.largest + 64 * 2**20,
+        "seconds": round((model.total + after) / DISK_BYTES_PER_SECOND, 1),
+    }
+
+
+def training_memory(model: Description, decided: Plan, gpu_memory: float) -> dict[str, Any]:
+    """Device bytes of weights, gradients and AdamW state, for each parameter set, with a bf16 teacher.
+
+    Activations come on top. `fits` is the smallest number of equal devices among 1, 2, 4, 8 that hold
+    the state when it is sharded (FSDP), leaving a quarter for activations; 0 where 8 are too few.
+    """
+    shapes = changed_shapes(model, decided)
+    count = {name: math.prod(shape) for name, shape in shapes.items()}
+    total = sum(count.values())
+    attention = kv = lora = 0
+    for site in decided.sites:
+        for role, name in site.site.names.items():
+            if name not in count:
+                continue
+            attention += count[name]
+            if role.startswith(("k.", "v.", "qkv.")):
+                kv += count[name]
+            elif role.endswith(".weight") and len(shapes[name]) == 2:
+                lora += LORA_RANK * sum(shapes[name])
+    teacher = FROZEN_BYTES * sum(math.prod(shape) for shape in model.shapes.values())
+    trained = {"all": total, "attention": attention, "lora": kv + lora}
+    sets = {}
+    for name, number in trained.items():
+        state = TRAINED_BYTES * number + (FROZEN_BYTES * (total - number) if name != "all" else 0)
+        need = state + teacher
+        fits = next((n for n in (1, 2, 4, 8) if need / n <= 0.75 * gpu_memory), 0)
+        sets[name] = {"trained_parameters": number, "bytes": need, "without_teacher": state, "gpus": fits}
+    return {"gpu_memory": gpu_memory, "teacher_bytes": teacher, "sets": sets}
+
+
+def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    nested = config.get("text_config")
+    return nested if isinstance(nested, Mapping) else config

@@ -1,0 +1,276 @@
+"""Results of commands for the terminal: from the same plain data that `--json` prints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from .content import COLUMNS, model_rows
+from .tables import Column, box_size, fixed, human_bytes, human_count, significant, text_table
+
+Data = Mapping[str, Any]
+
+
+def render(data: Data) -> str:
+    """A result as text.
+
+    Args:
+        data: `to_dict()` of a result; its `command` chooses the form.
+
+    Returns:
+        Lines without a final newline.
+    """
+    return _RENDERERS.get(str(data.get("command")), _plain)(data).rstrip()
+
+
+def _plan(data: Data) -> str:
+    kv, decode = data["num_kv_heads"], data["decode"]
+    lines = [
+        f"{data['source']}: {data['model_type']}, {data['layers']} attention layers to change, "
+        f"{data['num_heads']} query heads of {data['head_dim']}, {kv['before']} KV heads -> {kv['after']} "
+        f"(groups of {kv['before'] // kv['after']})",
+        "",
+        _options_table(data),
+        "",
+        f"Decoding at batch {decode['batch']}, context {decode['context']:,}: a step moves "
+        f"{_change(decode['step_bytes'])}; at {box_size(decode['bandwidth'])}/s at most "
+        f"{_change(decode['tokens_per_second_ceiling'], human_count)} tokens/s.",
+        f"Sequences that fit {box_size(decode['gpu_memory'])} beside the weights: "
+        f"{_change(decode['max_batch'], str)}.",
+        f"Converting writes {human_bytes(data['conversion']['disk_bytes'])}, needs about "
+        f"{human_bytes(data['conversion']['memory_bytes'])} of memory and, at 500 MB/s of disk, about "
+        f"{significant(data['conversion']['seconds'], 2)} s (calibration comes on top).",
+        "",
+        "Uptraining: weights, gradients, AdamW state and a bf16 teacher (activations come on top):",
+        _memory_table(data["memory"]),
+    ]
+    if not data["exact"]:
+        lines += ["", "No weights were found: sizes come from the config."]
+    return "\n".join([*lines, *_notes(data), "", f"Next: {data['recommended']}"])
+
+
+def _options_table(data: Data) -> str:
+    columns: list[Column] = [("G", ">"), ("heads/group", ">"), ("parameters", ">"), ("checkpoint", ">")]
+    columns += [("KV/token", ">"), ("KV cache", ">"), ("sequences", ">"), ("which", "<")]
+    marks = {data["num_kv_heads"]["before"]: "now", data["groups"]: "chosen"}
+    rows = [
+        [
+            str(o["groups"]),
+            str(o["group_size"]),
+            human_count(o["parameters"]),
+            human_bytes(o["bytes"]),
+            human_bytes(o["kv_bytes_per_token"]),
+            human_bytes(o["kv_bytes"]),
+            str(o["max_batch"]),
+            marks.get(o["groups"], ""),
+        ]
+        for o in data["options"]
+    ]
+    return text_table(columns, rows)
+
+
+def _memory_table(memory: Data) -> str:
+    columns: list[Column] = [
+        ("--train", "<"),
+        ("trained", ">"),
+        ("memory", ">"),
+        ("no teacher", ">"),
+        ("fits", "<"),
+    ]
+    size = box_size(memory["gpu_memory"])
+    rows = [
+        [
+            name,
+            human_count(found["trained_parameters"]),
+            human_bytes(found["bytes"]),
+            human_bytes(found["without_teacher"]),
+            f"{found['gpus']} x {size}" if found["gpus"] else f"more than 8 x {size}",
+        ]
+        for name, found in memory["sets"].items()
+    ]
+    return text_table(columns, rows)
+
+
+def _change(pair: Data, form: Callable[[Any], str] = human_bytes) -> str:
+    return f"{form(pair['before'])} -> {form(pair['after'])}"
+
+
+def _convert(data: Data) -> str:
+    kv = data["num_kv_heads"]
+    lines = [
+        f"{data['source']} -> {data['output']}: {kv['before']} KV heads -> {kv['after']}, method {data['method']}"
+    ]
+    if data["layers"]:
+        lines += ["", _layers_table(data["layers"])]
+    for key, words in (("loss", "held-out calibration text"),):
+        if isinstance(data.get(key), Mapping):
+            figures = ", ".join(f"{name} {fixed(value)}" for name, value in data[key].items())
+            lines += ["", f"Loss on {words}: {figures}"]
+    return "\n".join([*lines, *_notes(data), "", _checks(data["verification"])])
+
+
+def _layers_table(layers: Sequence[Data]) -> str:
+    numbers = sorted({k for layer in layers for k, v in layer.items() if isinstance(v, float)})
+    nested = sorted(
+        {
+            (k, n)
+            for layer in layers
+            for k, v in layer.items()
+            if isinstance(v, Mapping)
+            for n in v
+            if _number(v[n])
+        }
+    )
+    columns: list[Column] = [("layer", "<")]
+    columns += [(name.replace("_", " "), ">") for name in numbers]
+    columns += [(f"{name.replace('_', ' ')} {part}", ">") for name, part in nested] + [("groups", "<")]
+    rows = []
+    for layer in layers:
+        cells = [fixed(layer.get(name), 4) for name in numbers]
+        cells += [fixed((layer.get(name) or {}).get(part), 4) for name, part in nested]
+        kind = "" if layer.get("kind", "self") == "self" else f" {layer['kind']}"
+        moved = "regrouped" if layer.get("regrouped") else "neighbours"
+        rows.append([f"{layer.get('layer')}{kind}", *cells, moved])
+    return text_table(columns, rows)
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _evaluate(data: Data) -> str:
+    facts = data.get("data") or {}
+    where = [f"protocol {data['protocol']}"] if data.get("protocol") else []
+    where += [f"{key} {facts[key]}" for key in ("window", "stride") if facts.get(key)]
+    where += [f"{facts['tokens']:,} tokens"] if facts.get("tokens") else []
+    rows = [{**row, "label": row.get("label") or row.get("path")} for row in data["models"]]
+    if rows and not any(row.get("role") for row in rows):
+        rows[0]["role"] = "original"
+    lines = [", ".join(where), "", text_table(COLUMNS, model_rows(rows))]
+    extra = [_agreement(row) for row in data["models"]]
+    lines += [line for line in extra if line]
+    for gate in data.get("gates") or ():
+        lines.append(
+            f"gate {gate['gate']}: {gate['value']} against {gate['limit']}: {'ok' if gate['ok'] else 'FAILED'}"
+        )
+    return "\n".join([*lines, *_notes(data)])
+
+
+def _agreement(row: Data) -> str:
+    known = {"kl": "KL from the original", "top1_agreement": "same top token"}
+    found = [f"{words} {fixed(row[key], 4)}" for key, words in known.items() if _number(row.get(key))]
+    return f"{row.get('path')}: {', '.join(found)}" if found else ""
+
+
+def _uptrain(data: Data) -> str:
+    budget, losses = data["budget"], data["losses"]
+    alpha = budget.get("alpha")
+    share = f"alpha {significant(alpha)}" if alpha else "share of the original budget unknown"
+    lines = [f"{data['output']}: {human_count(budget['tokens'])} tokens in {budget['steps']} steps ({share})"]
+    start, end = losses.get("held_out_start"), losses.get("held_out_end")
+    if _number(start) and _number(end):
+        lines.append(f"held-out loss {fixed(start, 4)} -> {fixed(end, 4)}")
+    speed = data.get("throughput") or {}
+    if speed.get("tokens_per_second"):
+        lines.append(f"{human_count(speed['tokens_per_second'])} tokens/s")
+    return "\n".join([*lines, *_notes(data)])
+
+
+def _run(data: Data) -> str:
+    lines = [f"{stage['name']}: {stage['detail']}" for stage in data["stages"]]
+    if data.get("models"):
+        lines += ["", text_table(COLUMNS, model_rows(data["models"]))]
+    if data.get("headline"):
+        lines += ["", data["headline"]]
+    lines += [f"wrote {path}" for path in data.get("written") or ()]
+    return "\n".join([*lines, *_notes(data), *(f"\n{text}" for text in data.get("next") or ())])
+
+
+def _verify(data: Data) -> str:
+    return _checks(data["checks"])
+
+
+def _checks(checks: Sequence[Data]) -> str:
+    words = {True: "ok", False: "FAILED", None: "not checked"}
+    rows = [[words[check["ok"]], check["name"], check["detail"]] for check in checks]
+    return text_table([("check", "<"), ("", "<"), ("", "<")], rows)
+
+
+def _archs(data: Data) -> str:
+    supported = [[row["model_type"], str(row.get("proven", ""))] for row in data["supported"]]
+    again = [[row["model_type"], f"as {row['as']}"] for row in data["reexpressed"]]
+    refused = [[row["model_type"], row["reason"]] for row in data["refused"]]
+    return "\n\n".join(
+        text_table([(title, "<"), (second, "<")], rows)
+        for title, second, rows in (
+            (f"supported ({len(supported)})", "proven", supported),
+            (f"re-expressed ({len(again)})", "", again),
+            (f"refused ({len(refused)})", "because", refused),
+        )
+        if rows
+    )
+
+
+def _bench(data: Data) -> str:
+    columns: list[Column] = [
+        ("model", "<"),
+        ("tokens/s", ">"),
+        ("ms/step", ">"),
+        ("KV cache", ">"),
+        ("step moves", ">"),
+    ]
+    columns += [("bandwidth used", ">")]
+    rows = [
+        [
+            row["path"],
+            human_count(row["tokens_per_second"]),
+            significant(row["milliseconds_per_step"]),
+            human_bytes(row["kv_bytes"]),
+            human_bytes(row["step_bytes"]),
+            f"{human_bytes(row['bytes_per_second'])}/s",
+        ]
+        for row in data["models"]
+    ]
+    where = f"batch {data['batch']}, context {data['context']:,}, {data['dtype']} on {data['device']}"
+    return "\n".join([where, "", text_table(columns, rows), *_notes(data)])
+
+
+def _push(data: Data) -> str:
+    where = data["url"] or f"would go to {data['repo']} (dry run)"
+    return f"{len(data['files'])} files, {human_bytes(data['bytes'])}: {where}"
+
+
+def _env(data: Data) -> str:
+    rows = [[name, version] for name, version in data["versions"].items()]
+    rows += [["platform", data["platform"]], ["CPUs", str(data["cpus"])]]
+    rows += [
+        [f"device {i}", f"{d['name']}, {human_bytes(d['memory'])}"] for i, d in enumerate(data["devices"])
+    ]
+    rows += [[name, value] for name, value in data["variables"].items()]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+def _notes(data: Data) -> list[str]:
+    notes = [*(data.get("warnings") or ()), *(data.get("notices") or ())]
+    return ["", *(f"note: {note}" for note in notes)] if notes else []
+
+
+def _plain(data: Data) -> str:
+    return "\n".join(f"{key}: {value}" for key, value in data.items())
+
+
+_RENDERERS: dict[str, Callable[[Data], str]] = {
+    "plan": _plan,
+    "convert": _convert,
+    "evaluate": _evaluate,
+    "uptrain": _uptrain,
+    "run": _run,
+    "sweep": _run,
+    "demo": _run,
+    "verify": _verify,
+    "archs": _archs,
+    "bench": _bench,
+    "push": _push,
+    "env": _env,
+}

@@ -1,0 +1,241 @@
+"""The command line: exit codes, one JSON object, one-line errors, and nothing heavy for --help."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+from mha2gqa import cli as commands
+from mha2gqa.clitools import run_command
+from mha2gqa.errors import GateError, TrainingError
+
+COMMANDS = [
+    "archs",
+    "bench",
+    "convert",
+    "demo",
+    "env",
+    "evaluate",
+    "plan",
+    "push",
+    "run",
+    "sweep",
+    "uptrain",
+    "verify",
+]
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """The command line in this process: exit code, stdout, stderr."""
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+
+    def call(*args: object, code: int | None = None) -> tuple[int, str, str]:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as caught:
+            run_command(commands.cli, [str(arg) for arg in args])
+        out, err = capsys.readouterr()
+        found = int(caught.value.code or 0)
+        assert code is None or found == code, (found, out, err)
+        return found, out, err
+
+    return call
+
+
+def test_help_imports_nothing_heavy_and_is_quick() -> None:
+    code = (
+        "import sys; sys.argv = ['mha2gqa', *sys.argv[1:]]\n"
+        "from mha2gqa.cli import main\n"
+        "try: main()\n"
+        "finally: assert not {'torch', 'transformers', 'datasets', 'numpy', 'yaml'} & set(sys.modules)"
+    )
+    for args in (["--help"], ["convert", "--help"], ["--version"]):
+        done = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True)
+        assert done.returncode == 0 and not done.stderr, done.stderr
+
+    def seconds() -> float:
+        usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return usage.ru_utime + usage.ru_stime
+
+    times = []  # processor time: the wall says little while tests run side by side
+    for _ in range(3):
+        before = seconds()
+        subprocess.run([sys.executable, "-m", "mha2gqa", "--help"], check=True, capture_output=True)
+        times.append(seconds() - before)
+    assert min(times) < 0.3, times
+
+
+def test_every_command_has_help(run: Run) -> None:
+    _, listing, _ = run("--help", code=0)
+    for name in COMMANDS:
+        assert f"  {name} " in listing
+        _, text, _ = run(name, "--help", code=0)
+        assert "--json" in text and "--verbose" in text
+    assert sorted(commands.cli.commands) == COMMANDS
+
+
+def test_plan_json_is_one_object(run: Run, pico: Path) -> None:
+    _, out, _ = run("plan", pico, "--groups", 2, "--tp", 4, "--json", code=0)
+    data = json.loads(out)
+    assert data["schema_version"] == 1 and data["command"] == "plan" and "torch" in data["versions"]
+    assert data["valid_groups"] == [1, 2, 4, 8] and data["num_kv_heads"] == {"before": 8, "after": 2}
+    assert data["kv_bytes_per_token"] == {"before": 2 * 8 * 4 * 2 * 4, "after": 2 * 2 * 4 * 2 * 4}
+    assert "stores each of 2 KV heads 2 times" in data["warnings"][-1]
+    assert "MiB" in run("plan", pico, code=0)[1]
+
+
+@pytest.mark.parametrize("flag", ["--groups", "--kv-heads"])
+def test_convert_and_verify(run: Run, pico: Path, tmp_path: Path, flag: str) -> None:
+    _, out, _ = run("convert", pico, tmp_path / "out", flag, 2, "--method", "mean", "--json", code=0)
+    assert json.loads(out)["num_kv_heads"] == {"before": 8, "after": 2}
+    _, out, _ = run("--json", "verify", tmp_path / "out", "--against", pico, code=0)
+    assert all(check["ok"] is not False for check in json.loads(out)["checks"])
+    assert run("convert", pico, tmp_path / "out", flag, 2, code=2)[2].startswith("error: ")
+    _, out, _ = run("convert", pico, tmp_path / "out", flag, 4, "--force", code=0)
+    assert "8 KV heads -> 4" in out and "FAILED" not in out
+
+
+def test_a_failed_check_exits_with_1_after_its_one_json_object(run: Run, pico: Path) -> None:
+    (pico / "model.safetensors").write_bytes(b"broken")
+    _, out, err = run("verify", pico, "--json", code=1)
+    assert any(check["ok"] is False for check in json.loads(out)["checks"]) and "check failed" in err
+
+
+@pytest.mark.parametrize("value", ["3", "0", "-1", "2.5", "16", "two", "0.25"])
+def test_impossible_groups_list_the_valid_values(run: Run, pico: Path, tmp_path: Path, value: str) -> None:
+    _, out, err = run("convert", pico, tmp_path / "out", f"--groups={value}", code=2)
+    assert err.count("\n") == 1 and "1, 2, 4, 8" in err and "--groups" in err and not out
+    assert list(tmp_path.iterdir()) == [pico]
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "words"),
+    [
+        (["nonsense"], 2, "nonsense"),
+        (["convert", "a"], 2, "Missing argument 'OUT'"),
+        (["convert", "a", "b"], 2, "--groups"),
+        (["plan", "a", "--batch", "0"], 2, "--batch"),
+        (["plan", "a", "--context", "many"], 2, "not a whole number"),
+        (["plan", "a", "--gpu-memory", "big"], 2, "not a size"),
+        (["convert", "./nowhere", "out", "--groups", "2"], 1, "./nowhere: no such folder"),
+        (["run", "nowhere.yaml"], 2, "nowhere.yaml: cannot be read"),
+        (["sweep", "nowhere.yaml"], 2, "nowhere.yaml: cannot be read"),
+        (["uptrain", "a", "b", "--data", "c", "--set", "alhpa=1"], 2, "did you mean alpha?"),
+        (["uptrain", "a", "b", "--data", "c", "--set", "x"], 2, "is not section.key=value"),
+        (["push", "./nowhere", "a/b"], 2, "no mha2gqa.json"),
+    ],
+)
+def test_errors_are_one_line(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, args: list[str], code: int, words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    _, out, err = run(*args, code=code)
+    assert words in err and err.startswith("error: ") and err.count("\n") == 1 and not out
+    _, out, err = run(*args, "--json", code=code)
+    error = json.loads(out)
+    assert (
+        error["command"] == args[0]
+        and error["error"]["exit_code"] == code
+        and words in error["error"]["message"]
+    )
+    assert not list(tmp_path.iterdir())
+
+
+def command_that_raises(error: BaseException) -> click.Group:
+    @click.group()
+    @commands.common
+    def group() -> None:
+        pass
+
+    @group.command()
+    @commands.common
+    def fail() -> None:
+        raise error
+
+    return group
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [
+        (TrainingError("the loss is not finite", where="step 3"), 1, "error: step 3: the loss is not finite"),
+        (GateError("too far"), 3, "error: too far"),
+        (KeyboardInterrupt(), 130, "mha2gqa: interrupted"),
+    ],
+)
+def test_exit_codes(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    error: BaseException,
+    code: int,
+    words: str,
+) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    with pytest.raises(SystemExit) as caught:
+        run_command(command_that_raises(error), ["fail"])
+    assert caught.value.code == code
+    err = capsys.readouterr().err.strip()
+    assert err == words and "Traceback" not in err
+    with pytest.raises(SystemExit):
+        run_command(command_that_raises(error), ["fail", "-v"])
+    if code != 130:
+        assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("args", "variable", "traceback"), [([], "", False), (["-v"], "", True), ([], "1", True)]
+)
+def test_unexpected_faults_are_one_line_too(args: list[str], variable: str, traceback: bool) -> None:
+    code = (
+        "import click, mha2gqa.cli as c; from mha2gqa.clitools import run_command\n"
+        "@c.cli.command()\n@c.common\ndef fail(): raise TypeError('two\\nlines')\n"
+        f"run_command(c.cli, ['fail', *{args}])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={"MHA2GQA_DEBUG": variable, "PATH": ""},
+    )
+    assert done.returncode == 1 and not done.stdout
+    assert "error: TypeError: two lines (-v shows where)" in done.stderr.splitlines()
+    assert ("Traceback" in done.stderr) == traceback
+
+
+def test_logs_go_to_stderr(capsys: pytest.CaptureFixture[str], run: Run) -> None:
+    _, out, err = run("env", "--json", code=0)
+    assert json.loads(out)["command"] == "env" and not err
+
+
+def test_other_ranks_are_silent(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    assert run("env", code=0)[1] == ""
+
+
+def test_gates() -> None:
+    from mha2gqa.pipeline.gates import check_gates, perplexity_ratio, require
+
+    rows: list[dict[str, Any]] = [
+        {"path": "a", "loss": 3.0, "bits_per_byte": 1.2, "tokens": 10},
+        {"path": "b", "loss": 3.1, "bits_per_byte": 1.24, "tokens": 10, "top1_agreement": 0.9},
+    ]
+    assert perplexity_ratio(rows[1], rows[0]) == pytest.approx(1.1051709)
+    # Another tokenizer: half the tokens, same bits/byte, must be the same quality.
+    other = {"path": "c", "loss": 6.0, "bits_per_byte": 1.2, "tokens": 5}
+    assert perplexity_ratio(other, rows[0]) == pytest.approx(1.0)
+    assert perplexity_ratio({**rows[1], "loss": float("inf")}, rows[0]) == float("inf")
+    require(check_gates(rows, max_ppl_ratio=1.2, min_agreement=0.8))
+    with pytest.raises(GateError, match=r"b: max_ppl_ratio 1.105171 against 1.02; b: fail_if_worse"):
+        require(check_gates(rows, max_ppl_ratio=1.02, fail_if_worse=True))
+    with pytest.raises(GateError, match=r"min_agreement 0.9 against 0.95"):
+        require(check_gates(rows, min_agreement=0.95))
+    assert check_gates(rows[:1]) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -13,7 +14,8 @@ from typing import Any, ClassVar
 from .checkpoint import MANIFEST, Checkpoint, open_checkpoint
 from .errors import CheckpointError, UnsupportedModelError
 from .inmemory import convert_model, convert_state_dict
-from .planning import Groupings, Plan, SiteRewriter, plan_conversion
+from .modeling import modeling_file
+from .planning import ATTENTION, Groupings, Plan, SiteRewriter, plan_conversion
 from .results import Result
 from .verification import Check, check_twin, failed, verify_folder
 from .writer import (
@@ -40,6 +42,7 @@ class ConvertResult(Result):
         output: The folder written.
         num_kv_heads: `{"before": K, "after": G}`.
         method: Merging method used.
+        attention: Kinds of decoder attention whose heads are shared.
         layers: Per attention module: path, grouping, residual, norm ratios, notes.
         verification: The checks made on the finished folder.
         warnings: What the user should know.
@@ -50,6 +53,7 @@ class ConvertResult(Result):
     output: str
     num_kv_heads: dict[str, int]
     method: str
+    attention: list[str] = field(default_factory=list)
     layers: list[dict[str, Any]] = field(default_factory=list)
     verification: list[Check] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
@@ -62,6 +66,7 @@ def convert(
     *,
     method: str | None = None,
     groupings: Groupings | None = None,
+    attention: Sequence[str] = ATTENTION,
     seed: int = 0,
     max_shard_size: int | None = None,
     revision: str | None = None,
@@ -76,6 +81,7 @@ def convert(
         groups: KV heads G (the paper's GQA-G; not the group size).
         method: `mean`, `first`, `random`, …; None means `mean` without calibration text.
         groupings: Which KV heads share, by module path; neighbours by default.
+        attention: Kinds of decoder attention to share (`self`, `cross`), of those the model has.
         seed: For methods that draw numbers.
         max_shard_size: Bytes per output file; the source's files by default.
         revision: Hub revision of SOURCE.
@@ -97,7 +103,13 @@ def convert(
     checkpoint = open_checkpoint(source, revision)
     check_output(checkpoint.path, out, force)
     plan = plan_conversion(
-        checkpoint.config, checkpoint.shapes, groups, method=method or "mean", groupings=groupings, seed=seed
+        checkpoint.config,
+        checkpoint.shapes,
+        groups,
+        method=method or "mean",
+        groupings=groupings,
+        seed=seed,
+        attention=attention,
     )
     check_dtypes(plan, checkpoint)
     rewriters = [SiteRewriter(plan, site, checkpoint.shapes, checkpoint.read) for site in plan.sites]
@@ -122,7 +134,7 @@ def convert(
         twin = pool.submit(check_twin, plan.spec, plan.config, *plan.num_kv_heads)
         write_shards(checkpoint, shards, folder, advance)
         copy_side_files(checkpoint, folder)
-        write_text(folder / "config.json", json.dumps(plan.config, indent=2, ensure_ascii=False) + "\n")
+        write_config(folder, plan)
         names = [name for shard in shards for name in shard.entries]
         oracles = twin.result()
         checks = [*verify_folder(folder, expected=names), oracles]
@@ -135,12 +147,25 @@ def convert(
             str(out),
             dict(zip(("before", "after"), plan.num_kv_heads, strict=True)),
             plan.method,
+            list(plan.attention),
             [r.report for r in rewriters if r.report],
             checks,
             [*plan.warnings, *_pooling_warnings(rewriters)],
         )
         write_manifest(folder, result, checkpoint, plan)
     return result
+
+
+def write_config(folder: Path, plan: Plan) -> None:
+    """Write config.json, and beside it the modelling code that the result needs, if any."""
+    config = plan.config
+    if plan.export is not None:
+        shutil.copyfile(modeling_file(plan.export), folder / plan.export.file)
+        tokenizer = folder / "tokenizer_config.json"
+        named = tokenizer.exists() and "tokenizer_class" in json.loads(tokenizer.read_text(encoding="utf-8"))
+        if not named and "tokenizer_class" not in config:
+            config = {**config, "tokenizer_class": plan.export.tokenizer}
+    write_text(folder / "config.json", json.dumps(config, indent=2, ensure_ascii=False) + "\n")
 
 
 def check_dtypes(plan: Plan, checkpoint: Checkpoint) -> None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .architectures import AttentionSpec, config_changes, find_spec
-from .planning import Groupings, Plan, SiteRewriter, plan_for_spec
+from .modeling import exported_class, register
+from .planning import ATTENTION, Groupings, Plan, SiteRewriter, plan_for_spec
 
 
 def convert_state_dict(
@@ -48,7 +49,7 @@ def convert_state_dict(
     config: dict[str, Any] = {spec.heads_key: num_heads}
     if head_dim is not None:
         config[spec.head_dim_key] = head_dim
-    return _convert_tensors(state_dict, spec, config, groups, method, groupings, seed)[0]
+    return _convert_tensors(state_dict, spec, config, groups, method, groupings, seed, ATTENTION)[0]
 
 
 def _convert_tensors(
@@ -59,9 +60,10 @@ def _convert_tensors(
     method: str,
     groupings: Groupings | None,
     seed: int,
+    attention: Sequence[str],
 ) -> tuple[dict[str, Tensor], Plan]:
     shapes = {name: tuple(x.shape) for name, x in state_dict.items()}
-    plan = plan_for_spec(spec, config, shapes, groups, method, groupings, seed)
+    plan = plan_for_spec(spec, config, shapes, groups, method, groupings, seed, attention)
     out = dict(state_dict)
     for site in plan.sites:
         rewriter = SiteRewriter(plan, site, shapes, state_dict.__getitem__)
@@ -78,6 +80,7 @@ def convert_model(
     method: str = "mean",
     groupings: Groupings | None = None,
     seed: int = 0,
+    attention: Sequence[str] = ATTENTION,
 ) -> Any:
     """Convert a model in memory; the given one stays as it is.
 
@@ -87,13 +90,22 @@ def convert_model(
         method: A key of `MERGERS`.
         groupings: Which heads share, by module path; neighbours by default.
         seed: For methods that draw numbers.
+        attention: Kinds of decoder attention to share (`self`, `cross`), of those the model has.
 
     Returns:
-        A working model of the same class with its own tensors, in eval mode.
+        A working model with its own tensors, in eval mode: of the same class, or of the class exported
+        beside checkpoints whose stock class has no KV-head count (its code travels with `save_pretrained`).
     """
     config = json.loads(model.config.to_json_string(use_diff=False))
     spec = find_spec(config)
-    state, plan = _convert_tensors(model.state_dict(), spec, config, groups, method, groupings, seed)
+    state, plan = _convert_tensors(
+        model.state_dict(), spec, config, groups, method, groupings, seed, attention
+    )
+    if plan.export is not None:
+        register(plan.config)
+        return _rebuild(exported_class(plan.config), plan.config, model, state)
+    if plan.num_kv_heads[0] == plan.num_kv_heads[1]:
+        return rebuild(model, {}, state)
     num_heads = plan.sites[0].geometry.num_heads
     return rebuild(model, config_changes(spec, config, num_heads, plan.num_kv_heads[1]), state)
 
@@ -106,8 +118,19 @@ def rebuild(model: Any, changes: Mapping[tuple[str, ...], Any], state: Mapping[s
         for parent in parents:
             node = node[parent] if isinstance(node, dict) else getattr(node, parent)
         setattr(node, key, value)
+    return _filled(type(model), config, model, state)
+
+
+def _rebuild(model_class: Any, raw: Mapping[str, Any], model: Any, state: Mapping[str, Tensor]) -> Any:
+    """A model of another class under a raw config, holding copies of `state`."""
+    config = model_class.config_class.from_dict({k: v for k, v in raw.items() if k != "auto_map"})
+    config._attn_implementation = model.config._attn_implementation
+    return _filled(model_class, config, model, state)
+
+
+def _filled(model_class: Any, config: Any, model: Any, state: Mapping[str, Tensor]) -> Any:
     with torch.device("meta"):
-        new = type(model)(config)
+        new = model_class(config)
     new.load_state_dict({name: x.detach().clone() for name, x in state.items()}, assign=True, strict=True)
     buffers = dict(model.named_buffers())  # those that are not saved (RoPE tables) do not depend on K
     for name, buffer in list(new.named_buffers()):

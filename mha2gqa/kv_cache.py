@@ -263,8 +263,10 @@ def _encoder_decoder(text: Mapping[str, Any], values: Any) -> tuple[KVLayer, ...
     # exported beside its checkpoint has a type of its own, or maps to its code.
     from transformers import CONFIG_MAPPING
 
+    own = cross = heads
     if text.get("model_type") not in CONFIG_MAPPING or "auto_map" in text:
         named = text.get("decoder_num_key_value_heads") or text.get("num_key_value_heads")
-        heads = heads if named is None else _positive(named, "num_key_value_heads")
-    pair = (KVLayer(heads, dim, dim), KVLayer(heads, dim, dim, cross=True))
-    return pair * layers
+        own = heads if named is None else _positive(named, "num_key_value_heads")
+        named = text.get("num_cross_key_value_heads")  # a name of our exported classes
+        cross = own if named is None else _positive(named, "num_cross_key_value_heads")
+    return (KVLayer(own, dim, dim), KVLayer(cross, dim, dim, cross=True)) * layers

@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError
 
 from .errors import CheckpointError, UsageError
+from .modeling import register
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -190,16 +191,15 @@ def load_model(
             named, sorted), or memory does not suffice (what is needed and what is there).
         UsageError: It needs code of its own and there is no consent.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+    from transformers import AutoConfig
 
     raw = load_config_json(path, revision=revision)
+    register(raw)  # our own exported code runs from this package and needs no consent
     _check_consent(raw, path, trust_remote_code)
     device = resolve_device(device)
     dtype = resolve_dtype(dtype, device, stored_dtype(raw))
     check_memory(path, raw, dtype, device)
-    if model_class == "auto":
-        model_class = "seq2seq" if raw.get("is_encoder_decoder") else "causal"
-    auto = AutoModelForSeq2SeqLM if model_class == "seq2seq" else AutoModelForCausalLM
+    auto = _auto_class(raw, model_class)
     common = {"trust_remote_code": trust_remote_code, "revision": revision}
     with _quiet():
         try:
@@ -221,6 +221,19 @@ def load_model(
     model, info = loaded
     _check_loading_info(info, path, "auto_map" in raw and not trust_remote_code)
     return model.to(device).eval()
+
+
+def _auto_class(raw: Mapping[str, Any], model_class: ModelClass) -> Any:
+    """The auto class that builds the model of a raw config."""
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES as SPEECH
+
+    if model_class == "auto":
+        model_class = "seq2seq" if raw.get("is_encoder_decoder") else "causal"
+    if model_class == "causal":
+        return AutoModelForCausalLM
+    speech = raw.get("model_type") in SPEECH or AutoModelForSpeechSeq2Seq.__name__ in raw.get("auto_map", ())
+    return AutoModelForSpeechSeq2Seq if speech else AutoModelForSeq2SeqLM
 
 
 def _check_consent(raw: Mapping[str, Any], path: str | Path, consent: bool) -> None:

@@ -27,8 +27,11 @@ from .architectures import geometry as site_geometry
 from .checkpoint import edit_config
 from .errors import UnsupportedModelError, UsageError
 from .merging import MERGERS, MergeContext, Merged
+from .modeling import Export, find_export
+from .modeling import config_changes as export_changes
 
 POOLING = ("mean", "first", "random")  # touch only k, v and their extras
+ATTENTION = ("self", "cross")  # kinds of decoder attention whose heads are shared
 Groupings = Mapping[str, heads.Grouping]  # by site path
 
 
@@ -62,6 +65,8 @@ class Plan:
         config: The raw config to write.
         method: Merging method.
         warnings: What the user should know before converting.
+        attention: Kinds of attention whose heads are shared.
+        export: The modelling code that must travel with the result; None where transformers has it.
     """
 
     spec: AttentionSpec
@@ -71,6 +76,8 @@ class Plan:
     method: str
     seed: int = 0
     warnings: tuple[str, ...] = ()
+    attention: tuple[str, ...] = ("self",)
+    export: Export | None = None
 
 
 def plan_sites(
@@ -100,6 +107,7 @@ def plan_conversion(
     method: str = "mean",
     groupings: Groupings | None = None,
     seed: int = 0,
+    attention: Sequence[str] = ATTENTION,
 ) -> Plan:
     """Decide everything about a conversion from the config and the tensor shapes alone.
 
@@ -110,6 +118,7 @@ def plan_conversion(
         method: A key of `MERGERS`.
         groupings: Which heads share, by module path; neighbours where absent.
         seed: For methods that draw numbers.
+        attention: Kinds of decoder attention to share, of those the model has.
 
     Raises:
         UnsupportedModelError, UsageError, CheckpointError: Before anything is written.
@@ -122,7 +131,7 @@ def plan_conversion(
             where="config.json",
             fix="convert the full-precision model first",
         )
-    return plan_for_spec(find_spec(config), config, shapes, groups, method, groupings, seed)
+    return plan_for_spec(find_spec(config), config, shapes, groups, method, groupings, seed, attention)
 
 
 def plan_for_spec(
@@ -133,30 +142,75 @@ def plan_for_spec(
     method: str,
     groupings: Groupings | None,
     seed: int,
+    attention: Sequence[str] = ATTENTION,
 ) -> Plan:
     """`plan_conversion` for a spec that is already known."""
     if method not in MERGERS:
         raise UsageError(f"no method {method!r}", where="--method", fix=f"choose one of {', '.join(MERGERS)}")
+    export = find_export(config)
     found = plan_sites(spec, config, shapes)
-    geometries = [geometry for _, geometry in found]
-    targets = plan_groups(spec, config, geometries, groups)
+    targets = _targets(spec, config, found, groups, attention)
     sites = tuple(
         Site(site, geometry, _grouping(site, geometry, target, groupings))
         for (site, geometry), target in zip(found, targets, strict=True)
     )
-    before = max(geometry.num_kv_heads for geometry in geometries)
-    changes = config_changes(spec, config, geometries[0].num_heads, groups)
+    shared = [s for s in sites if s.site.kind in attention]
+    before, num_heads = max(s.geometry.num_kv_heads for s in shared), shared[0].geometry.num_heads
+    changes = config_changes(spec, config, num_heads, groups)
+    if export is not None:  # stock classes ignore the key (Whisper's takes it for another): ours only
+        heads_of = {s.site.kind: len(s.grouping) for s in sites}
+        changes = {} if groups == before else export_changes(config, heads_of)
+    notes = _notes(spec, config, num_heads, (before, groups), changes)
+    if export is not None and changes:
+        notes.append(f"transformers has no KV-head count for this type: {export.file} goes with the result")
+    kinds = tuple(kind for kind in ATTENTION if any(s.site.kind == kind for s in shared))
+    edited = edit_config(config, changes)
+    travels = export if changes else None
+    return Plan(spec, sites, (before, groups), edited, method, seed, tuple(notes), kinds, travels)
+
+
+def _targets(
+    spec: AttentionSpec,
+    config: Mapping[str, Any],
+    found: Sequence[tuple[AttentionSite, Geometry]],
+    groups: int,
+    attention: Sequence[str],
+) -> list[int]:
+    """KV heads each module gets; one whose kind is not in `attention` keeps its own."""
+    if not attention or set(attention) - set(ATTENTION):
+        raise UsageError(
+            f"{list(attention)} is no choice", where="--attention", fix="try self, cross or both"
+        )
+    geometries = [geometry for site, geometry in found if site.kind in attention]
+    if not geometries:
+        have = " and ".join(sorted({site.kind for site, _ in found}))
+        raise UsageError(
+            f"the decoder has only {have} attention", where="--attention", fix="leave the option out"
+        )
+    shared = iter(plan_groups(spec, config, geometries, groups))
+    return [next(shared) if site.kind in attention else g.num_kv_heads for site, g in found]
+
+
+def _notes(
+    spec: AttentionSpec,
+    config: Mapping[str, Any],
+    num_heads: int,
+    num_kv_heads: tuple[int, int],
+    changes: Mapping[tuple[str, ...], Any],
+) -> list[str]:
+    """What the user should know before converting."""
+    before, groups = num_kv_heads
     notes = [spec.note] if spec.note else []
-    target = spec.target(geometries[0].num_heads, groups)
+    target = spec.target(num_heads, groups)
     if target is not None and target.note:
         notes.append(target.note)
     if groups == before:
         notes.append(f"the model already has {groups} KV heads: the output is a verified copy")
     if ("pretraining_tp",) in changes:
         notes.append("pretraining_tp is set to 1: sliced projections would count the wrong heads")
-    if lookup(spec.text_config(config), spec.kv_heads_keys[0]) is None and not spec.variants:
+    if changes and lookup(spec.text_config(config), spec.kv_heads_keys[0]) is None and not spec.variants:
         notes.append(f"{spec.kv_heads_keys[0]} was absent: {before} KV heads are read off the tensors")
-    return Plan(spec, sites, (before, groups), edit_config(config, changes), method, seed, tuple(notes))
+    return notes
 
 
 def _grouping(
@@ -298,6 +352,7 @@ def layer_report(plan: Plan, site: Site, before: Mapping[str, Tensor], merged: M
     return {
         "path": site.site.path,
         "layer": site.site.layer,
+        "kind": site.site.kind,
         "grouping": [list(group) for group in site.grouping],
         "regrouped": site.reordered,
         "residual": merged.residual,

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 
 from . import heads
@@ -18,6 +19,7 @@ from .architectures import AttentionSpec, find_sites, find_spec, geometry, looku
 from .checkpoint import MANIFEST, Checkpoint, edit_config, open_checkpoint, read_json
 from .errors import Mha2gqaError
 from .merging import MERGERS, MergeContext
+from .modeling import exported_class, find_export, modeling_file
 from .results import Result
 
 
@@ -88,6 +90,14 @@ def verify_folder(folder: Path, *, expected: Sequence[str] | None = None, full: 
     checks.append(_guard("shapes", lambda: _shapes(checkpoint)))
     if full:
         checks.append(_guard("finite", lambda: _finite(checkpoint)))
+    if (export := find_export(checkpoint.config)) and exported_class(checkpoint.config):
+        beside = folder / export.file
+        if not beside.is_file():
+            checks.append(Check("modelling code", False, f"{export.file} is missing"))
+        else:  # another version of this package may have written it
+            same = beside.read_bytes() == modeling_file(export).read_bytes()
+            detail = "as this package writes it" if same else "not the file this package writes"
+            checks.append(Check("modelling code", True if same else None, f"{export.file} is {detail}"))
     checks.append(_guard("loads", lambda: _loads(checkpoint)))
     return checks
 
@@ -120,16 +130,20 @@ def _finite(checkpoint: Checkpoint) -> Check:
 
 
 def _model_class(config: Mapping[str, Any]) -> Any:
-    """The stock class named by the config, or None where the installed transformers has none."""
+    """The class named by the config: stock or exported by us; None for any other code."""
     import transformers
 
+    if (exported := exported_class(config)) is not None:
+        return exported
+    if "auto_map" in config:
+        return None
     names = config.get("architectures") or []
     return next((getattr(transformers, name) for name in names if hasattr(transformers, name)), None)
 
 
 def _loads(checkpoint: Checkpoint) -> Check:
     """A load on the meta device: no tensor may be missing, unexpected or of another shape."""
-    cls = None if "auto_map" in checkpoint.config else _model_class(checkpoint.config)
+    cls = _model_class(checkpoint.config)
     if cls is None:
         return Check("loads", None, "not checked: no stock class of the installed transformers")
     try:
@@ -185,10 +199,18 @@ def _same(a: Tensor, b: Tensor) -> bool:
 # --- the twin --------------------------------------------------------------------------------------------
 
 _TWIN_WIDTH, _TWIN_LAYERS, _TWIN_VOCAB = 8, 2, 96
+TWIN_ERRORS = (
+    RuntimeError, ValueError, TypeError, KeyError, AttributeError, AssertionError, StrictDataclassError,
+)  # fmt: skip
 _SMALL = {
-    "vocab_size": _TWIN_VOCAB, "intermediate_size": 32, "moe_intermediate_size": 16, "max_position_embeddings": 64,
-    "shared_expert_intermediate_size": 16, "ffn_dim": 32, "n_inner": 32, "ffn_hidden_size": 32, "initializer_range": 0.3,
+    "vocab_size": _TWIN_VOCAB, "decoder_vocab_size": _TWIN_VOCAB, "intermediate_size": 32, "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16, "ffn_dim": 32, "n_inner": 32, "ffn_hidden_size": 32, "d_ff": 32,
+    "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "word_embed_proj_dim": 32, "num_mel_bins": 8,
+    "max_position_embeddings": 64, "n_positions": 64, "max_seq_len": 64, "max_source_positions": 8,
+    "max_target_positions": 64, "initializer_range": 0.3,
 }  # fmt: skip
+_WIDTHS = ("hidden_size", "d_model", "n_embd")
+_LAYERS = ("num_layers", "encoder_layers")  # beside the spec's own key: the encoder's
 
 
 def twin_config(spec: AttentionSpec, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -199,15 +221,17 @@ def twin_config(spec: AttentionSpec, config: Mapping[str, Any]) -> dict[str, Any
         text = text[key]
     num_heads, layers = text[spec.heads_key], text.get(spec.layers_key)
     text |= {key: value for key, value in _SMALL.items() if key in text}
-    text["hidden_size"] = num_heads * _TWIN_WIDTH
+    text |= dict.fromkeys([k for k in _WIDTHS if k in text] or _WIDTHS[:1], num_heads * _TWIN_WIDTH)
     if text.get(spec.head_dim_key) is not None:
         text[spec.head_dim_key] = _TWIN_WIDTH
-    text[spec.layers_key] = _TWIN_LAYERS
+    text |= dict.fromkeys([k for k in _LAYERS if k in text] + [spec.layers_key], _TWIN_LAYERS)
+    if "encoder_attention_heads" in text:
+        text["encoder_attention_heads"] = num_heads
     for key, value in text.items():
         if isinstance(value, list) and len(value) == layers:
             text[key] = value[:_TWIN_LAYERS]
         if key.endswith("_token_id"):
-            text[key] = None
+            text[key] = 1 if text.get("is_encoder_decoder") and value is not None else None
     small.pop("quantization_config", None)
     return small
 
@@ -225,24 +249,41 @@ def check_twin(spec: AttentionSpec, config: Mapping[str, Any], before: int, afte
         after: KV heads of the result.
     """
     name = "twin oracles"
-    cls = None if "auto_map" in config else _model_class(config)
+    cls = _model_class(config)
     if cls is None:
         return Check(name, None, "not checked: no stock class of the installed transformers")
     small = twin_config(spec, config)
     try:
-        narrow = build_twin(cls, small)
-        wide = build_twin(cls, edit_config(small, _kv_keys(spec, config, before)))
-    except (RuntimeError, ValueError, TypeError, KeyError, AttributeError, AssertionError) as error:
+        # Eager for exported code: stock umT5 of transformers 5.17 looks ahead under SDPA.
+        attention = None if exported_class(config) is None else "eager"
+        narrow = build_twin(cls, small, attention)
+        wide = build_twin(*_wide_twin(spec, config, small, cls, before), attention)
+    except TWIN_ERRORS as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         return Check(name, None, f"not checked: no small twin of {cls.__name__} can be built ({reason})")
     return _guard(name, lambda: _twin_oracles(spec, small, narrow, wide, before))
 
 
-def build_twin(cls: Any, config: Mapping[str, Any]) -> torch.nn.Module:
+def _wide_twin(
+    spec: AttentionSpec, config: Mapping[str, Any], small: Mapping[str, Any], cls: Any, before: int
+) -> tuple[Any, dict[str, Any]]:
+    """Class and config of the model with the source's heads: for exported code, the stock class itself."""
+    export = find_export(config)
+    if export is None or exported_class(config) is None or before != lookup(config, spec.heads_key):
+        return cls, edit_config(small, _kv_keys(spec, config, before))
+    import transformers
+
+    ours = ("model_type", "architectures", "auto_map", "num_key_value_heads", "num_cross_key_value_heads")
+    return getattr(transformers, export.stock[0]), {k: v for k, v in small.items() if k not in ours}
+
+
+def build_twin(cls: Any, config: Mapping[str, Any], attention: str | None = None) -> torch.nn.Module:
     """A random model whose every weight matters: matrices of unit gain, biases and norms off their defaults."""
     with quiet(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = cls(cls.config_class.from_dict(dict(config))).float().eval()
+        built = cls.config_class.from_dict(dict(config))
+        built._attn_implementation = attention
+        model = cls(built).float().eval()
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape)
             wide = parameter.dim() > 1
@@ -275,14 +316,26 @@ def _twin_oracles(
                     "twin oracles", False, f"identical heads do not pool to themselves in {site.names[role]}"
                 )
     wide.load_state_dict(expanded)
-    ids = torch.randint(3, _TWIN_VOCAB, (2, 12), generator=torch.Generator().manual_seed(0))
-    a, b = (model(input_ids=ids, use_cache=False).logits for model in (narrow, wide))
+    inputs = _twin_inputs(config)
+    a, b = (model(**inputs, use_cache=False).logits for model in (narrow, wide))
     difference = float((a - b).abs().max() / b.std().clamp_min(1e-12))
     return Check(
         "twin oracles",
         difference <= 1e-4,
         f"expanded and grouped logits differ by {difference:.1e} of their spread",
     )
+
+
+def _twin_inputs(config: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Tokens, and for an encoder-decoder what its encoder reads."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, _TWIN_VOCAB, (2, 12), generator=generator)
+    if not config.get("is_encoder_decoder"):
+        return {"input_ids": ids}
+    if (bins := config.get("num_mel_bins")) is not None:
+        frames = 2 * config["max_source_positions"]
+        return {"input_features": torch.randn(2, bins, frames, generator=generator), "decoder_input_ids": ids}
+    return {"input_ids": ids.flip(1), "decoder_input_ids": ids}
 
 
 def _kv_keys(spec: AttentionSpec, config: Mapping[str, Any], value: int) -> dict[tuple[str, ...], int]:

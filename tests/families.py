@@ -71,7 +71,7 @@ def stock_model(name: str, attention: str = "eager") -> nn.Module:
     config = transformers.AutoConfig.for_model(model_type, **changes)
     model = model_class._from_config(config, attn_implementation=attention).eval()
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in (p for p in model.parameters() if p.requires_grad):  # sinusoids are not saved
             parameter.add_(torch.randn_like(parameter) * 0.3)
     if model_type == "umt5":  # transformers 5.17 forgets it: its SDPA looks ahead
         for block in model.decoder.block:

@@ -7,6 +7,7 @@ says which file and which class a checkpoint needs, and what its config.json mus
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,15 +131,12 @@ def find_export(config: Mapping[str, Any]) -> Export | None:
     return export
 
 
-def config_changes(
-    config: Mapping[str, Any], num_kv_heads: Mapping[str, int], has_tokenizer_class: bool = True
-) -> dict[tuple[str, ...], Any]:
+def config_changes(config: Mapping[str, Any], num_kv_heads: Mapping[str, int]) -> dict[tuple[str, ...], Any]:
     """Keys of config.json that make the checkpoint load the exported class.
 
     Args:
         config: The raw config of the source (stock or already exported).
         num_kv_heads: KV heads by kind of attention: `self`, and `cross` where there is cross-attention.
-        has_tokenizer_class: Whether tokenizer_config.json names a tokenizer class.
 
     Returns:
         Path -> value, as `architectures.config_changes` gives them.
@@ -150,20 +148,47 @@ def config_changes(
     export = find_export(config)
     assert export is not None, config.get("model_type")
     module = export.file.removesuffix(".py")
-    auto_map = {"AutoConfig": f"{module}.{export.config}", export.auto: f"{module}.{export.model}"}
     changes: dict[str, Any] = {
         "model_type": PREFIX + str(config["model_type"]).removeprefix(PREFIX),
         "architectures": [export.model],
-        "auto_map": auto_map,
+        "auto_map": {"AutoConfig": f"{module}.{export.config}", export.auto: f"{module}.{export.model}"},
         "num_key_value_heads": num_kv_heads["self"],
     }
     if export.cross:
         changes["num_cross_key_value_heads"] = num_kv_heads["cross"]
-    if not has_tokenizer_class and not config.get("tokenizer_class"):
-        changes["tokenizer_class"] = export.tokenizer
     return {(key,): value for key, value in changes.items()}
 
 
 def modeling_file(export: Export) -> Path:
     """The file to copy beside the weights."""
     return Path(__file__).with_name(export.file)
+
+
+def exported_class(config: Mapping[str, Any]) -> Any:
+    """The model class of an exported config, from this package; None if the config is not exported."""
+    if not str(config.get("model_type")).startswith(PREFIX):
+        return None
+    export = find_export(config)
+    if export is None:
+        return None
+    module = importlib.import_module(f".{export.file.removesuffix('.py')}", __name__)
+    return getattr(module, export.model)
+
+
+def register(config: Mapping[str, Any]) -> None:
+    """Let the auto classes load an exported checkpoint with this package's own copy of its code.
+
+    No consent to remote code is needed then: what runs is the installed package. Models loaded so carry
+    their modelling file along when they are saved. Nothing happens for any other config.
+    """
+    model_class = exported_class(config)
+    if model_class is None:
+        return
+    import transformers
+
+    config_class = model_class.config_class
+    export = EXPORTS[str(config["model_type"]).removeprefix(PREFIX)]
+    transformers.AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
+    getattr(transformers, export.auto).register(config_class, model_class, exist_ok=True)
+    config_class.register_for_auto_class()
+    model_class.register_for_auto_class(export.auto)

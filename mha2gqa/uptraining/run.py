@@ -153,7 +153,7 @@ def _open_workspace(workspace: Workspace, keys: dict[str, Any], force: bool) -> 
     import os
 
     if int(os.environ.get("RANK", "0")) == 0:
-        if workspace.open(keys, restart=False):
+        if workspace.open(keys, restart=force):
             logger.info("continuing the run in %s", workspace.root)
         workspace.discard_incomplete()
 

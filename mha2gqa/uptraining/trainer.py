@@ -223,12 +223,24 @@ class UptrainTrainer(Trainer):
         self._sums = torch.zeros(2, device=args.device)  # step loss; cross-entropy since the last log
         self._labels = 0
         self._logged_step = 0
+        self._resumed: Path | None = None
 
     # --- data ---------------------------------------------------------------------------------------
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         # The data set itself is in the order of the run.
         return None if isinstance(self.run.train, IterableDataset) else SequentialSampler(self.run.train)
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
+        """As the Trainer's; after resuming, random numbers go on where the checkpoint left them.
+
+        The first draw of a data loader takes a number itself, so this must come after it.
+        """
+        samples = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if self._resumed is not None:
+            self._load_rng_state(str(self._resumed))
+            self._resumed = None
+        return samples
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> int:
         """Labelled tokens of this step over all processes."""
@@ -384,7 +396,7 @@ class UptrainTrainer(Trainer):
         state = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
         self.guard.load(state["guard"])
         step = int(checkpoint.name.rpartition("-")[2])
-        self._logged_step = step
+        self._logged_step, self._resumed = step, checkpoint
         self.meter.reset(step * self.run.budget.batch_tokens)
         if isinstance(self.run.train, BlockStream):
             self.args.ignore_data_skip = True  # the stream itself begins where the checkpoint ended

@@ -105,23 +105,27 @@ class Workspace:
     def open(self, keys: Mapping[str, Any], *, restart: bool = False) -> bool:
         """Create the folder, or accept it as the same run's.
 
+        Args:
+            keys: From `recipe_keys`.
+            restart: Delete a run with another recipe instead of refusing.
+
         Returns:
             Whether the run was begun before.
 
         Raises:
             UsageError: The folder belongs to a run with another recipe; the changed keys are named.
         """
-        if restart and self.recipe.exists():
-            self.remove()
         if self.recipe.exists():
             changed = changed_keys(json.loads(self.recipe.read_text(encoding="utf-8")), keys)
-            if changed:
+            if changed and not restart:
                 raise UsageError(
                     f"holds an unfinished run with another recipe ({'; '.join(changed)})",
                     where=self.root,
                     fix="repeat the old values to resume it, choose another OUT, or force to start over",
                 )
-            return True
+            if not changed:
+                return True
+            self.remove()
         if self.root.exists() and any(self.root.iterdir()):
             raise UsageError(
                 "is in the way and is not an uptraining run", where=self.root, fix="choose another OUT"

@@ -1,0 +1,228 @@
+"""Killed at any step, the same command gives the same losses and the same weights, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from training import TINY, family, write_text
+
+from mha2gqa.errors import CheckpointError, UsageError
+from mha2gqa.uptraining import trainer as trainer_module
+from mha2gqa.uptraining import uptrain
+from mha2gqa.uptraining.guard import Interrupted, SpikeGuard
+from mha2gqa.uptraining.workspace import Workspace
+
+STEPS = 10
+RUN = {"tokens": 64 * STEPS, "save_steps": 3, "learning_rate": 3e-3, "eval_steps": 4, **TINY}
+
+
+class Killed(BaseException):
+    """Stands for a process that is gone: nothing of ours may catch it."""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    _, student, text = family(tmp_path_factory.mktemp("family"), attention_dropout=0.1)
+    return student, text
+
+
+@pytest.fixture(scope="module")
+def straight(models, tmp_path_factory: pytest.TempPathFactory) -> dict[bool, tuple[Path, list]]:
+    """The uninterrupted runs, in memory and streaming: weights and losses."""
+    student, text = models
+    found = {}
+    for streaming in (False, True):
+        out = tmp_path_factory.mktemp("straight") / "up"
+        result = uptrain(student, out, text, streaming=streaming, **RUN)
+        found[streaming] = (out, losses(result))
+    return found
+
+
+def losses(result) -> list[tuple[int, float]]:
+    return [(e["step"], e["loss"]) for e in result.losses["train"]]
+
+
+def kill_at(patch: pytest.MonkeyPatch, step: int) -> None:
+    accept = SpikeGuard.accept
+
+    def killing(self, at, *args):
+        if at == step:
+            raise Killed
+        return accept(self, at, *args)
+
+    patch.setattr(SpikeGuard, "accept", killing)
+
+
+def equal(a: Path, b: Path) -> bool:
+    x, y = load_file(a / "model.safetensors"), load_file(b / "model.safetensors")
+    return x.keys() == y.keys() and all(torch.equal(x[n], y[n]) for n in x)
+
+
+@pytest.mark.parametrize("step", range(1, STEPS + 1))
+def test_killed_at_any_step(models, straight, tmp_path, step):
+    student, text = models
+    streaming = step % 2 == 0
+    out, options = tmp_path / "up", RUN | {"streaming": streaming}
+    with pytest.MonkeyPatch.context() as patch:
+        kill_at(patch, step)
+        with pytest.raises(Killed):
+            uptrain(student, out, text, **options)
+    assert not out.exists()
+    result = uptrain(student, out, text, **options)
+    assert result.resumed_from == ((step - 1) // 3 * 3 or None)
+    reference, wanted = straight[streaming]
+    assert losses(result) == wanted
+    assert equal(out, reference)
+
+
+def test_killed_twice_with_other_bookkeeping(models, straight, tmp_path):
+    """Micro-batch and saving may change between the pieces of a run; the data position does not."""
+    student, text = models
+    for step, more in ((5, {"per_device_train_batch_size": 2}), (8, {"save_steps": 2})):
+        with pytest.MonkeyPatch.context() as patch:
+            kill_at(patch, step)
+            with pytest.raises(Killed):
+                uptrain(student, tmp_path / "up", text, **{**RUN, **more})
+    result = uptrain(student, tmp_path / "up", text, **RUN)
+    wanted = straight[False][1]
+    assert [step for step, _ in losses(result)] == [step for step, _ in wanted]
+    # another micro-batch draws other dropout masks: equal in expectation only
+    assert losses(result)[-1][1] == pytest.approx(wanted[-1][1], abs=0.3)
+
+
+def test_killed_while_saving(models, straight, tmp_path, monkeypatch):
+    student, text = models
+    out, seal = tmp_path / "up", trainer_module.seal
+
+    def killing(folder):
+        if folder.name == "checkpoint-6":
+            raise Killed
+        seal(folder)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer_module, "seal", killing)
+        with pytest.raises(Killed):
+            uptrain(student, out, text, **RUN)
+    result = uptrain(student, out, text, **RUN)
+    assert result.resumed_from == 3
+    assert losses(result) == straight[False][1] and equal(out, straight[False][0])
+
+
+def test_disk_full_while_saving_loses_nothing_earlier(models, straight, tmp_path, monkeypatch):
+    student, text = models
+    out = tmp_path / "up"
+    save = torch.save
+
+    def full(thing, path, *args, **kwargs):
+        if "checkpoint-6" in str(path):
+            Path(path).write_bytes(b"half")
+            raise OSError(28, "No space left on device")
+        return save(thing, path, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", full)
+        with pytest.raises(CheckpointError, match=r"No space left on device.*earlier checkpoints are kept"):
+            uptrain(student, out, text, **RUN)
+    assert Workspace(out).last().name == "checkpoint-3"
+    result = uptrain(student, out, text, **RUN)
+    assert result.resumed_from == 3 and equal(out, straight[False][0])
+
+
+def test_told_to_stop(models, straight, tmp_path):
+    """SIGTERM: the step is finished, saved, and the error says how to go on (exit 130)."""
+    student, text = models
+    accept = SpikeGuard.accept
+
+    def stopping(self, at, *args):
+        if at == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return accept(self, at, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SpikeGuard, "accept", stopping)
+        with pytest.raises(Interrupted, match="stopped at step 5 of 10.*same command") as raised:
+            uptrain(student, tmp_path / "up", text, **RUN)
+    assert raised.value.exit_code == 130
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    result = uptrain(student, tmp_path / "up", text, **RUN)
+    assert result.resumed_from == 5
+    assert losses(result) == straight[False][1] and equal(tmp_path / "up", straight[False][0])
+
+
+def test_kill_minus_nine(models, straight, tmp_path):
+    """A real SIGKILL of a real process."""
+    student, text = models
+    out = tmp_path / "up"
+    code = (
+        "import sys, json, time; from mha2gqa.uptraining import uptrain, guard\n"
+        "accept = guard.SpikeGuard.accept\n"
+        "def slow(self, at, *args):\n"
+        "    time.sleep(60 if at == 8 else 0)\n"
+        "    return accept(self, at, *args)\n"
+        "guard.SpikeGuard.accept = slow\n"
+        f"uptrain({str(student)!r}, {str(out)!r}, {str(text)!r}, **json.loads(sys.argv[1]))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code, json.dumps(RUN)], stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while not (Workspace(out).root / "checkpoint-6" / "complete.json").exists():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    process.kill()
+    process.wait()
+    result = uptrain(student, out, text, **RUN)
+    assert result.resumed_from == 6
+    assert losses(result) == straight[False][1] and equal(out, straight[False][0])
+
+
+# --- another run's folder ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def begun(models, tmp_path) -> Path:
+    """An output whose run was killed at step 5."""
+    student, text = models
+    with pytest.MonkeyPatch.context() as patch:
+        kill_at(patch, 5)
+        with pytest.raises(Killed):
+            uptrain(student, tmp_path / "up", text, **RUN)
+    return tmp_path / "up"
+
+
+def test_changed_recipe_is_named(models, begun):
+    student, text = models
+    with pytest.raises(UsageError, match=r"learning_rate: 0.003 -> 0.001; seed: 0 -> 7"):
+        uptrain(student, begun, text, **{**RUN, "learning_rate": 1e-3, "seed": 7})
+    with pytest.raises(UsageError, match=r"adam_beta2: None -> 0.99"):
+        uptrain(student, begun, text, adam_beta2=0.99, **RUN)
+
+
+def test_another_model_is_another_run(models, begun, tmp_path):
+    _, other, _ = family(tmp_path / "other", groups=4)
+    with pytest.raises(UsageError, match="model contents"):
+        uptrain(other, begun, models[1], **RUN)
+
+
+def test_force_starts_over(models, begun, straight):
+    student, text = models
+    changed = {**RUN, "learning_rate": 1e-3}
+    result = uptrain(student, begun, text, force=True, **changed)
+    assert result.resumed_from is None
+    assert not equal(begun, straight[False][0])
+
+
+def test_output_of_another_run_is_not_touched(models, straight, tmp_path):
+    student, _ = models
+    reference = straight[False][0]
+    before = (reference / "model.safetensors").read_bytes()
+    with pytest.raises(UsageError, match="not empty"):
+        uptrain(student, reference, write_text(tmp_path / "other.jsonl", seed=5), **RUN)
+    assert (reference / "model.safetensors").read_bytes() == before

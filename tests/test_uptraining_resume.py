@@ -149,7 +149,7 @@ def test_told_to_stop(models, straight, tmp_path):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SpikeGuard, "accept", stopping)
-        with pytest.raises(Interrupted, match="stopped at step 5 of 10.*same command") as raised:
+        with pytest.raises(Interrupted, match=r"stopped at step 5 of 10.*same command") as raised:
             uptrain(student, tmp_path / "up", text, **RUN)
     assert raised.value.exit_code == 130
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL

@@ -27,7 +27,7 @@ from .distillation import Teacher, attached, check_teacher, check_tokenizers
 from .guard import Interrupted, stop_signals
 from .losses import Objective
 from .publishing import manifest_with, publish_trained
-from .trainer import Run, UptrainTrainer, build_arguments, check_training_args, world_size
+from .trainer import Run, UptrainTrainer, build_arguments, check_training_args, training_flops, world_size
 from .workspace import Workspace, changed_keys, checkpoint_stamp, recipe_keys
 
 logger = logging.getLogger(__name__)
@@ -314,10 +314,8 @@ def _should_compile(
 ) -> bool:
     if config.torch_compile is not None:
         return config.torch_compile
-    from .guard import flops_per_token
-
-    flops = flops_per_token(student, budget.window) * budget.tokens
-    return worth_compiling(flops * (1 if teacher is None else 4 / 3), args.device, world_size())
+    flops = training_flops(student, teacher, budget.window) * budget.tokens
+    return worth_compiling(flops, args.device, world_size())
 
 
 def _fit(trainer: UptrainTrainer, checkpoint: Path | None) -> tuple[float | None, float | None]:

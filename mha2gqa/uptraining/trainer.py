@@ -23,6 +23,7 @@ from .budget import Budget, UptrainConfig, default_learning_rate, learning_rate_
 from .distillation import Teacher
 from .guard import Meter, SpikeGuard, flops_per_token, peak_flops
 from .losses import IGNORED
+from .sharding import is_fsdp2, reduce_in_float32, shard_teacher
 from .workspace import seal, write_json
 
 logger = logging.getLogger(__name__)
@@ -138,10 +139,12 @@ def build_arguments(
         "report_to": "none",
         "disable_tqdm": True,
         "ddp_timeout": 7200,
+        "ddp_find_unused_parameters": False,
         "dataloader_num_workers": 0,
         "logging_nan_inf_filter": False,  # a bad loss stops the run; it is never papered over
         "average_tokens_across_devices": False,  # the loss is divided by the step's tokens already
-        "save_safetensors": True,
+        # FSDP reduces every micro-batch: holding whole gradients until the last would cost 4 bytes a weight.
+        "accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": bool(extra.get("fsdp"))}},
     }
     fixed: dict[str, Any] = {
         "output_dir": str(folder),
@@ -163,6 +166,12 @@ def build_arguments(
     args = TrainingArguments(**{k: v for k, v in (defaults | extra | fixed).items() if k in known})
     args._n_gpu = min(1, args.n_gpu)  # never nn.DataParallel: several GPUs are used through torchrun
     return args
+
+
+def training_flops(model: Any, teacher: Teacher | None, window: int) -> float:
+    """Model FLOPs of one trained token, with the teacher's forward pass where there is one."""
+    flops = flops_per_token(model, window)
+    return flops if teacher is None else flops + flops_per_token(teacher.model, window) / 3
 
 
 @dataclass
@@ -199,6 +208,7 @@ class UptrainTrainer(Trainer):
     """
 
     def __init__(self, model: Any, args: TrainingArguments, run: Run) -> None:
+        flops = training_flops(model, run.teacher, run.budget.window)
         stream, stopper = isinstance(run.train, IterableDataset), StopAndSave()
         super().__init__(
             model=model,
@@ -211,13 +221,14 @@ class UptrainTrainer(Trainer):
         self.run, self.stopper = run, stopper
         for callback in (PrinterCallback, ProgressCallback):  # they print; logs go through logging
             self.remove_callback(callback)
+        if is_fsdp2(self.accelerator):
+            reduce_in_float32(self.accelerator)
+            if run.teacher is not None and args.world_size > 1:
+                shard_teacher(run.teacher.model, getattr(self.accelerator, "torch_device_mesh", None))
         # Our loss is a sum divided by the tokens of the whole step: nothing is left to scale.
         self.model_accepts_loss_kwargs = True
         self.loss_is_scaled_for_ga = True
         self.guard = SpikeGuard(uniform=math.log(model.config.get_text_config().vocab_size))
-        flops = flops_per_token(model, run.budget.window)
-        if run.teacher is not None:
-            flops += flops_per_token(run.teacher.model, run.budget.window) / 3
         peak = peak_flops(args.device)
         self.meter = Meter(flops, None if peak is None else peak * args.world_size)
         self._sums = torch.zeros(2, device=args.device)  # step loss; cross-entropy since the last log
@@ -271,6 +282,8 @@ class UptrainTrainer(Trainer):
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         """The step's last stop before the optimiser: a gradient that is not accepted is dropped here."""
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        if hasattr(norm, "full_tensor"):  # sharded gradients give a partial norm
+            norm = norm.full_tensor()
         values = torch.stack([self._sums[0], torch.as_tensor(norm, device=self._sums.device).float()])
         stop = torch.tensor(float(bool(self.run.stop)), device=values.device)
         values = torch.cat([values, stop[None]])

@@ -1,0 +1,89 @@
+"""One process of the distributed tests: python distributed_worker.py ddp|fsdp FOLDER; prints JSON on rank 0."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from conftest import pico_llama
+from training import TINY
+
+from mha2gqa.uptraining import run, train_model, uptrain
+from mha2gqa.uptraining.guard import SpikeGuard
+
+RUN = {"tokens": 64 * 6, "save_steps": 2, "learning_rate": 3e-3, **TINY, "keep_checkpoints": True}
+BLOCKS = torch.randint(0, 64, (24, 17), generator=torch.Generator().manual_seed(0))
+IN_MEMORY = {
+    "tokens": 6 * 8 * 16,
+    "batch_tokens": 8 * 16,
+    "device": "cpu",
+    "learning_rate": 3e-3,
+    "logging_steps": 1,
+}
+
+
+class Killed(BaseException):
+    """Stands for a process that is gone."""
+
+
+def pretend_gpus() -> None:
+    """accelerate shards only on accelerators: let it take these CPU processes for some."""
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+
+    build = run.build_arguments
+
+    def built(*args: Any) -> Any:
+        arguments = build(*args)
+        assert arguments.device.type == "cpu"
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+        return arguments
+
+    run.build_arguments = built
+
+
+def killed_at(step: int) -> Any:
+    accept = SpikeGuard.accept
+
+    def killing(self: SpikeGuard, at: int, *args: Any) -> bool:
+        if at == step:
+            raise Killed
+        return accept(self, at, *args)
+
+    return accept, killing
+
+
+def in_memory(**more: Any) -> list[float]:
+    student, teacher = pico_llama(num_key_value_heads=2), pico_llama()
+    result = train_model(student, BLOCKS, teacher=teacher, held_out=BLOCKS[:5], **IN_MEMORY, **more)
+    return [e["loss"] for e in result.losses["train"]] + [e["eval_loss"] for e in result.losses["held_out"]]
+
+
+def from_checkpoint(folder: Path, **more: Any) -> dict[str, Any]:
+    """Killed at step 5 of 6, resumed from step 4, published."""
+    accept, SpikeGuard.accept = killed_at(5)
+    try:
+        uptrain(folder / "gqa", folder / "up", folder / "text.jsonl", **RUN, **more)
+    except Killed:
+        SpikeGuard.accept = accept
+    result = uptrain(folder / "gqa", folder / "up", folder / "text.jsonl", **RUN, **more)
+    return {"resumed": result.resumed_from, "losses": [e["loss"] for e in result.losses["train"]]}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    mode, place = sys.argv[1], Path(sys.argv[2])
+    sharded: dict[str, Any] = {"fsdp": True} if mode == "fsdp" else {}
+    if sharded:
+        pretend_gpus()
+    found = {
+        "in memory": in_memory(ddp_backend="gloo", **sharded),
+        "checkpoint": from_checkpoint(place, ddp_backend="gloo", **sharded),
+    }
+    if os.environ["RANK"] == "0":
+        (place / "found.json").write_text(json.dumps(found))
+    torch.distributed.destroy_process_group()

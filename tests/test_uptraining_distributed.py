@@ -1,0 +1,78 @@
+"""Two processes (gloo): DDP and FSDP2 give the curve, the resumed run and the checkpoint of one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from distributed_worker import RUN, in_memory
+from safetensors.torch import load_file
+from training import family
+
+from mha2gqa.uptraining import uptrain
+
+
+def launch(mode: str, folder: Path) -> dict:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    worker = Path(__file__).with_name("distributed_worker.py")
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(worker), mode, str(folder)],
+            env=os.environ
+            | {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": "2",
+                "LOCAL_WORLD_SIZE": "2",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [process.communicate(timeout=150)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert all(process.returncode == 0 for process in processes), "\n".join(o[-3000:] for o in outputs)
+    return json.loads((folder / "found.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], list[float], Path]:
+    folder = tmp_path_factory.mktemp("one")
+    _, student, text = family(folder)
+    result = uptrain(student, folder / "up", text, **RUN)
+    return in_memory(), [e["loss"] for e in result.losses["train"]], folder / "up"
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_two_processes_equal_one(one_process, mode, tmp_path):
+    curve, losses, reference = one_process
+    family(tmp_path)
+    found = launch(mode, tmp_path)
+    assert found["in memory"] == pytest.approx(curve, abs=1e-5)
+    assert found["checkpoint"]["resumed"] == 4
+    assert found["checkpoint"]["losses"] == pytest.approx(losses, abs=1e-5)
+    ours, theirs = (
+        load_file(tmp_path / "up" / "model.safetensors"),
+        load_file(reference / "model.safetensors"),
+    )
+    assert {n: x.shape for n, x in ours.items()} == {n: x.shape for n, x in theirs.items()}
+    for name in ours:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-3, atol=1e-5, msg=name)
+    assert not list(tmp_path.glob("up.partial*"))

@@ -14,7 +14,10 @@ from conftest import pico_llama
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import _quality_rows as rows
+import quality
 import tables
+
+from mha2gqa.assets import demo_texts, tiny_model_path
 
 
 def test_rows_are_unique_and_the_first_seed_of_everything_comes_first() -> None:
@@ -117,3 +120,43 @@ def test_every_results_file_is_rendered() -> None:
         record = json.loads(path.read_text())
         if record.get("command") in tables.RENDERERS:
             assert tables.render(path).startswith(f"### {path.stem}")
+
+
+def _options(tmp: Path, *more: str) -> list[str]:
+    train, valid = demo_texts(tmp, limit_bytes=300_000)
+    words = f"--model {tiny_model_path()} --train {train} --valid {valid} --device cpu --window 64"
+    words += f" --out {tmp}/quality.json --work {tmp}/work --groups 2 --max-eval-blocks 4"
+    return [*words.split(), *more]
+
+
+def test_rows_are_measured_once_and_written_one_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quality, "HOLDOUT", 0.2)  # of a few documents
+    options = _options(tmp_path, "--stages", "baselines", "uptrain", "--alphas", "0.01", "--steps", "1")
+    options += ["--batch-tokens", "128", "--objectives", "mean+kd", "--only", "/mean"]
+    quality.run(quality.parse_args(options))
+    first = json.loads((tmp_path / "quality.json").read_text())
+    by_key = {row["key"]: row for row in first["rows"]}
+    assert list(by_key) == [
+        "baselines/original/G8/seed0",  # whatever --only says: every gap refers to it
+        "baselines/mean/G2/seed0",
+        "uptrain/mean+kd/G2/alpha0.01/seed0",
+    ]
+    pooled, trained = list(by_key.values())[1:]
+    assert pooled["gap"] == pytest.approx(pooled["loss"] - first["rows"][0]["loss"], abs=1e-4)
+    assert trained["uptrained_tokens"] == trained["token_visits"] == trained["unique_tokens"] == 128
+    assert trained["learning_rate"] == 1e-3 and trained["flops"] > 0
+    assert first["protocol"]["tokens"] == 4 * 64 and first["runs"][0]["versions"]["torch"]
+    quality.run(quality.parse_args([*options, "--only", "baselines"]))
+    again = json.loads((tmp_path / "quality.json").read_text())
+    assert [row for row in again["rows"] if row["key"] in by_key] == first["rows"]
+    assert len(again["rows"]) == 5 and again["rows"][-1]["run"] == 1
+    with pytest.raises(SystemExit, match="another model or protocol"):
+        quality.run(quality.parse_args([*options, "--window", "32"]))
+
+
+def test_no_row_starts_that_would_end_too_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quality, "HOLDOUT", 0.2)  # of a few documents
+    quality.run(quality.parse_args(_options(tmp_path, "--stages", "baselines", "--budget-seconds", "0.001")))
+    assert not (tmp_path / "quality.json").exists()

@@ -33,5 +33,10 @@ format: $(VENV)/.installed
 faults: $(VENV)/.installed
 	$(BIN)/python -m pytest -n $(JOBS) tests/test_faults.py
 
+# Equality with independent tools (lm-eval, ModelOpt); installs them.
+oracles: $(VENV)/.installed
+	$(BIN)/python -m pip install -q -c constraints-cpu.txt -e '.[test,oracles]'
+	$(BIN)/python -m pytest -m slow tests/test_oracles.py
+
 clean:
 	rm -rf $(VENV) build *.egg-info

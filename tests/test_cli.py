@@ -225,7 +225,7 @@ def test_gates() -> None:
     from mha2gqa.pipeline.gates import check_gates, perplexity_ratio, require
 
     rows: list[dict[str, Any]] = [
-        {"path": "a", "loss": 3.0, "bits_per_byte": 1.2, "tokens": 10},
+        {"path": "a", "loss": 3.0, "bits_per_byte": 1.2, "tokens": 10, "bytes": 36},
         {"path": "b", "loss": 3.1, "bits_per_byte": 1.24, "tokens": 10, "top1_agreement": 0.9},
     ]
     assert perplexity_ratio(rows[1], rows[0]) == pytest.approx(1.1051709)

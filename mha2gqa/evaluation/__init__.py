@@ -1,6 +1,7 @@
 """Evaluation: token-exact loss, perplexity and bits per byte of several models on the same text."""
 
 from .comparison import evaluate
+from .gates import check_gates, measure_gates, perplexity_ratio, require
 from .results import (
     Agreement,
     EvaluateConfig,
@@ -9,7 +10,6 @@ from .results import (
     ModelResult,
     PositionLoss,
     WorstDocument,
-    check_gates,
 )
 from .scoring import block_loss
 from .statistics import Interval, PairedTest, bootstrap, paired_test
@@ -32,5 +32,8 @@ __all__ = [
     "bootstrap",
     "check_gates",
     "evaluate",
+    "measure_gates",
     "paired_test",
+    "perplexity_ratio",
+    "require",
 ]

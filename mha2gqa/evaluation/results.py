@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from ..errors import GateError, UsageError
 from ..results import Result
 from .statistics import Interval, PairedTest
 
@@ -114,20 +113,16 @@ class WorstDocument:
 
 @dataclass(frozen=True)
 class Agreement:
-    """How alike a model and the original predict, token by token.
+    """Where a model and the original part.
 
     Args:
         against: The original.
-        kl: Mean KL(original || model), nats per token.
-        top1: Fraction of tokens where both rank the same token first.
         kl_positions: KL by context length; its `loss` is the KL.
         attention_error: Per attention module, |o - o'|² / |o|² of its output in the running models
             (deviations of earlier layers included), on the first few windows.
     """
 
     against: str
-    kl: float
-    top1: float
     kl_positions: list[PositionLoss] = field(default_factory=list)
     attention_error: dict[str, float] = field(default_factory=dict)
 
@@ -144,7 +139,9 @@ class ModelResult:
         kv_bytes_per_token: From the config, in the stored dtype.
         confidence: 95 % interval of the loss (of bits per byte when tokenizers differ).
         paired: Test against the first model (or `against`).
-        agreement: With the original, if asked.
+        kl: Mean KL(original || model), nats per token, where `against` was given.
+        top1_agreement: Fraction of tokens where both rank the same token first, likewise.
+        agreement: Where they part, likewise.
         positions: Loss by length of context.
         worst: Documents on which it lost most.
         sha256: Of the token ids it saw.
@@ -168,6 +165,8 @@ class ModelResult:
     tokens_per_second: float
     confidence: Interval | None = None
     paired: PairedTest | None = None
+    kl: float | None = None
+    top1_agreement: float | None = None
     agreement: Agreement | None = None
     positions: list[PositionLoss] = field(default_factory=list)
     worst: list[WorstDocument] = field(default_factory=list)
@@ -198,61 +197,3 @@ class EvaluateResult(Result):
 def exp(value: float) -> float:
     """`e ** value`, inf where it overflows."""
     return math.exp(value) if value < 709 else value if math.isnan(value) else math.inf
-
-
-def check_gates(
-    result: EvaluateResult,
-    *,
-    max_ppl_ratio: float | None = None,
-    min_agreement: float | None = None,
-    models: Sequence[str] | None = None,
-) -> None:
-    """Stop a pipeline whose model lost too much.
-
-    Args:
-        result: Of `evaluate`; its first model is the original.
-        max_ppl_ratio: Highest perplexity allowed, as a multiple of the original's.
-        min_agreement: Lowest top-1 agreement allowed (needs `against`).
-        models: Paths to judge; None for all but the original.
-
-    Raises:
-        GateError: A model fails, or has no finite figure to judge.
-        UsageError: The result has nothing to judge by.
-    """
-    if max_ppl_ratio is None and min_agreement is None:
-        return
-    original, *others = result.models
-    judged = [m for m in others if models is None or m.path in models]
-    if not judged:
-        raise UsageError("there is no second model to judge", where="gates", fix="evaluate the original too")
-    for model in judged:
-        if max_ppl_ratio is not None:
-            _check_ratio(original, model, max_ppl_ratio)
-        if min_agreement is not None:
-            if model.agreement is None:
-                raise UsageError(
-                    "agreement was not measured",
-                    where="--min-agreement",
-                    fix="name the original with --against",
-                )
-            if not model.agreement.top1 >= min_agreement:
-                raise GateError(
-                    f"top-1 agreement with {model.agreement.against} is {model.agreement.top1:.4f}, "
-                    f"less than the {min_agreement:g} asked for",
-                    where=model.path,
-                )
-
-
-def _check_ratio(original: ModelResult, model: ModelResult, limit: float) -> None:
-    if original.loss is None or model.loss is None:
-        raise GateError(
-            f"its perplexity cannot be compared with that of {original.path}: the tokenizers differ",
-            where=model.path,
-        )
-    ratio = exp(model.loss - original.loss)
-    if not ratio <= limit:  # also when it is not a number
-        raise GateError(
-            f"perplexity {model.perplexity:.4g} is {ratio:.4g} times the {original.perplexity:.4g} of "
-            f"{original.path}, more than the {limit:g} allowed",
-            where=model.path,
-        )

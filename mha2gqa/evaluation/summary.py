@@ -86,6 +86,7 @@ def _model(entry: Entry, base: Entry, setup: Setup, same: bool, sources: Sources
         kv_bytes = None
         setup.notices.append(f"{entry.name}: KV bytes unknown ({error})")
     compared = entry is not base
+    beside = compared and setup.reference is not None
     return ModelResult(
         path=entry.name,
         loss=loss if same else None,
@@ -103,6 +104,8 @@ def _model(entry: Entry, base: Entry, setup: Setup, same: bool, sources: Sources
         tokens_per_second=tokens / tally.seconds if tally.seconds else math.nan,
         confidence=_interval(entry, same, setup.config.seed),
         paired=_paired(entry, base, same, setup) if compared else None,
+        kl=float(tally.divergence.total.sum()) / tokens if beside else None,
+        top1_agreement=tally.agreed / tokens if beside else None,
         agreement=_agreement(entry, setup) if compared else None,
         positions=tally.positions.curve(),
         worst=_worst(entry, base, sources, setup.config.worst) if compared and same else [],
@@ -137,8 +140,6 @@ def _agreement(entry: Entry, setup: Setup) -> Agreement | None:
     tally = entry.tally
     return Agreement(
         against=setup.reference.name,
-        kl=float(tally.divergence.total.sum()) / tally.tokens,
-        top1=tally.agreed / tally.tokens,
         kl_positions=tally.divergence.curve(),
         attention_error=entry.attention_error,
     )

@@ -139,7 +139,7 @@ def _number(value: Any) -> bool:
 
 
 def _evaluate(data: Data) -> str:
-    facts = data.get("data") or {}
+    facts = {**(data.get("settings") or {}), **(data.get("data") or {})}
     where = [f"protocol {data['protocol']}"] if data.get("protocol") else []
     where += [f"{key} {facts[key]}" for key in ("window", "stride") if facts.get(key)]
     where += [f"{facts['tokens']:,} tokens"] if facts.get("tokens") else []

@@ -17,7 +17,8 @@ from .inmemory import convert_model, convert_state_dict
 from .modeling import modeling_file
 from .planning import ATTENTION, Groupings, Plan, SiteRewriter, plan_conversion
 from .results import Result
-from .verification import Check, check_twin, failed, verify_folder
+from .twin import Check, check_twin
+from .verification import failed, verify_folder
 from .writer import (
     NewTensor,
     check_output,
@@ -131,7 +132,7 @@ def convert(
 
     with ThreadPoolExecutor(1) as pool, publish(out, force) as folder:
         # Loading transformers and running the small twin takes seconds: they pass while bytes are copied.
-        twin = pool.submit(check_twin, plan.spec, plan.config, *plan.num_kv_heads)
+        twin = pool.submit(check_twin, plan.config, plan.source)
         write_shards(checkpoint, shards, folder, advance)
         copy_side_files(checkpoint, folder)
         write_config(folder, plan)

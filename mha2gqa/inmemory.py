@@ -97,7 +97,7 @@ def convert_model(
         beside checkpoints whose stock class has no KV-head count (its code travels with `save_pretrained`).
     """
     config = json.loads(model.config.to_json_string(use_diff=False))
-    spec = find_spec(config)
+    spec = find_spec(config).in_memory()
     state, plan = _convert_tensors(
         model.state_dict(), spec, config, groups, method, groupings, seed, attention
     )

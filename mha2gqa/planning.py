@@ -19,6 +19,7 @@ from .architectures import (
     config_changes,
     find_sites,
     find_spec,
+    kv_heads_before,
     lookup,
     plan_groups,
     rotary_dim,
@@ -63,6 +64,7 @@ class Plan:
         sites: Every attention module.
         num_kv_heads: `(before, after)`.
         config: The raw config to write.
+        source: The raw config of the source, its KV heads stated.
         method: Merging method.
         warnings: What the user should know before converting.
         attention: Kinds of attention whose heads are shared.
@@ -73,6 +75,7 @@ class Plan:
     sites: tuple[Site, ...]
     num_kv_heads: tuple[int, int]
     config: dict[str, Any]
+    source: dict[str, Any]
     method: str
     seed: int = 0
     warnings: tuple[str, ...] = ()
@@ -155,7 +158,8 @@ def plan_for_spec(
         for (site, geometry), target in zip(found, targets, strict=True)
     )
     shared = [s for s in sites if s.site.kind in attention]
-    before, num_heads = max(s.geometry.num_kv_heads for s in shared), shared[0].geometry.num_heads
+    before = kv_heads_before(spec, config, [s.geometry for s in shared])
+    num_heads = shared[0].geometry.num_heads
     changes = config_changes(spec, config, num_heads, groups)
     if export is not None:  # stock classes ignore the key (Whisper's takes it for another): ours only
         heads_of = {s.site.kind: len(s.grouping) for s in sites}
@@ -164,9 +168,16 @@ def plan_for_spec(
     if export is not None and changes:
         notes.append(f"transformers has no KV-head count for this type: {export.file} goes with the result")
     kinds = tuple(kind for kind in ATTENTION if any(s.site.kind == kind for s in shared))
-    edited = edit_config(config, changes)
+    source = dict(config)
+    if (
+        export is None
+        and lookup(spec.text_config(config), spec.kv_heads_keys[0]) is None
+        and not spec.variants
+    ):
+        source = edit_config(config, {(*spec.config_path, *spec.kv_heads_keys[0].split(".")): before})
+    new = edit_config(config, changes)
     travels = export if changes else None
-    return Plan(spec, sites, (before, groups), edited, method, seed, tuple(notes), kinds, travels)
+    return Plan(spec, sites, (before, groups), new, source, method, seed, tuple(notes), kinds, travels)
 
 
 def _targets(

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from mha2gqa import heads
 from mha2gqa.architectures import find_sites, find_spec, geometry
-from mha2gqa.verification import quiet
+from mha2gqa.twin import quiet
 
 
 def make_every_weight_matter(model: torch.nn.Module) -> None:

@@ -33,6 +33,7 @@ LAYERS = [
     "planning",
     "inmemory",
     "reconstruct",
+    "twin",
     "verification",
     "conversion",
     "uptraining",

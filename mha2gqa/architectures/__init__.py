@@ -1,7 +1,7 @@
 """The table of architectures: how each stores its attention, and what may be done to it."""
 
 from .registry import find_spec
-from .sites import config_changes, find_sites, geometry, plan_groups
+from .sites import config_changes, find_sites, geometry, kv_heads_before, plan_groups
 from .spec import (
     AttentionSite,
     AttentionSpec,
@@ -27,6 +27,7 @@ __all__ = [
     "find_sites",
     "find_spec",
     "geometry",
+    "kv_heads_before",
     "lookup",
     "plan_groups",
     "rotary_dim",

@@ -209,6 +209,14 @@ def _geometry(
     return Geometry(num_heads, kv_heads, head_dim, value_dim)
 
 
+def kv_heads_before(spec: AttentionSpec, config: Mapping[str, Any], geometries: Sequence[Geometry]) -> int:
+    """The number of KV heads that `groups` is measured against: the most any layer has, or the declared one."""
+    most = max(g.num_kv_heads for g in geometries)
+    if spec.kv_multiples == (1,):
+        return most
+    return lookup(spec.text_config(config), spec.kv_heads_keys[0]) or most
+
+
 def plan_groups(
     spec: AttentionSpec, config: Mapping[str, Any], geometries: Sequence[Geometry], groups: object
 ) -> list[int]:
@@ -220,12 +228,10 @@ def plan_groups(
     Raises:
         UsageError: `groups` is impossible; the message lists the valid values.
     """
-    most = max(g.num_kv_heads for g in geometries)
-    if spec.kv_multiples != (1,):
-        most = lookup(spec.text_config(config), spec.kv_heads_keys[0]) or most
-        wanted = check_groups(groups, most, spec)
-        return [g.num_kv_heads * wanted // most for g in geometries]
+    most = kv_heads_before(spec, config, geometries)
     wanted = check_groups(groups, most, spec)
+    if spec.kv_multiples != (1,):
+        return [g.num_kv_heads * wanted // most for g in geometries]
     targets = [min(wanted, g.num_kv_heads) for g in geometries]
     for have, get in zip((g.num_kv_heads for g in geometries), targets, strict=True):
         check_groups(get, have, spec)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ..errors import UsageError
@@ -122,6 +122,7 @@ class AttentionSpec:
         text_type: Its model type, which supplies the defaults of keys that the config leaves out.
         mqa, gqa: What changes beside the KV-head keys when an MHA source gets G = 1 or G > 1.
         refused_gqa: Why G > 1 is impossible; empty where it is possible.
+        memory: How modules are named in memory, where transformers renames tensors when it loads them.
         note: One line the user should read before converting.
     """
 
@@ -155,6 +156,7 @@ class AttentionSpec:
     mqa: Target | None = None
     gqa: Target | None = None
     refused_gqa: str = ""
+    memory: AttentionSpec | None = None
     note: str = ""
 
     def text_config(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -166,6 +168,12 @@ class AttentionSpec:
     def permutable_of(self, kind: str) -> Permutable:
         """Whether the heads of one kind of attention may be re-ordered."""
         return self.permutable_cross if kind == "cross" and self.permutable_cross else self.permutable
+
+    def in_memory(self) -> AttentionSpec:
+        """The spec for a state dict of the live model."""
+        if self.memory is None:
+            return self
+        return replace(self.memory, config_path=self.config_path, text_type=self.text_type)
 
     def target(self, num_heads: int, groups: int) -> Target | None:
         """What changes beside the KV-head keys when this source gets `groups` KV heads."""

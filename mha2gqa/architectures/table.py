@@ -132,7 +132,9 @@ DECODERS: dict[str, AttentionSpec] = {
         value_symmetry="none",
     ),
     "exaone": replace(
-        _modules(LLAMA, "h.{layer}.attn.attention", prefixes=("transformer.", "")), o="out_proj"
+        _modules(LLAMA, "h.{layer}.attn.attention", prefixes=("transformer.", "")),
+        o="out_proj",
+        memory=LLAMA,
     ),
     "flint": replace(QK_NORM, extras=SINKS),
     "glm4_moe": _rotary(LLAMA, 0.5),
@@ -176,6 +178,7 @@ DECODERS: dict[str, AttentionSpec] = {
         o="dense",
         layout="blocks",
         qk_norm=("query_layernorm", "key_layernorm"),
+        memory=QK_NORM,
     ),
     "stablelm": _rotary(LLAMA, 0.25),
     "zamba": replace(

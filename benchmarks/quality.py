@@ -270,20 +270,19 @@ def _rounded(value: Any) -> Any:
 def planned(args: argparse.Namespace, num_kv_heads: int) -> Iterator[Row]:
     """All rows of the chosen stages, in a sensible order; the original always comes first."""
     wanted = re.compile(args.only or "")
-    rows: list[Row] = list(baseline_rows(num_kv_heads, args.groups))
+    groups = [g for g in args.groups if g < num_kv_heads and num_kv_heads % g == 0]
+    rows: list[Row] = list(baseline_rows(num_kv_heads, groups))
     yield rows.pop(0)
     if "baselines" not in args.stages:
         rows = []
     if "convert" in args.stages:
-        rows += convert_rows(args.groups, args.methods, args.variants, args.seeds)
+        rows += convert_rows(groups, args.methods, args.variants, args.seeds)
     if "tune" in args.stages:
-        first = (args.groups[:1], args.alphas[:1], args.seeds[:1])
+        first = (groups[:1], args.alphas[:1], args.seeds[:1])
         rows += uptrain_rows("tune", num_kv_heads, *first, args.lrs, args.objectives)
     if "uptrain" in args.stages:
         seeds = args.seeds[: args.uptrain_seeds]
-        rows += uptrain_rows(
-            "uptrain", num_kv_heads, args.groups, args.alphas, seeds, [None], args.objectives
-        )
+        rows += uptrain_rows("uptrain", num_kv_heads, groups, args.alphas, seeds, [None], args.objectives)
     yield from (row for row in rows if wanted.search(row.key))
 
 

@@ -33,7 +33,7 @@ def evaluations(size: int) -> int:
 
     Seconds per layer at any size: every swap at 256 and below, some hundred at 512, two dozen at 1024.
     """
-    return int(min(4000, max(24, 2.7e10 / max(size, 1) ** 3)))
+    return int(min(2000, max(24, 2.7e10 / max(size, 1) ** 3)))
 
 
 def search(pairs: np.ndarray, cost: Cost, groups: int, *, budget: int = 1000, seed: int = 0) -> Grouping:

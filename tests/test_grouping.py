@@ -81,7 +81,7 @@ def test_the_budget_holds() -> None:
     search(p.pairs().numpy(), lambda g: calls.append(g) or p.cost(g), 4, budget=60)
     assert len(calls) <= 60 + 2 * 4
     assert len(calls) == len(set(calls))
-    assert evaluations(128) == 4000 and 150 < evaluations(512) < 400 and evaluations(4096) == 24
+    assert evaluations(128) == 2000 and 150 < evaluations(512) < 400 and evaluations(4096) == 24
 
 
 def test_trivial_partitions_cost_nothing() -> None:

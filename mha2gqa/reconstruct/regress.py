@@ -1,0 +1,175 @@
+"""Layer-local regression: Adam on one module's projections, no back-propagation through the network."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+from ..errors import TrainingError
+from .capture import Calls, row_batches
+from .config import ReconstructConfig
+
+Report = Callable[[int, int], None]  # (steps done, steps)
+
+
+def rate(step: int, config: ReconstructConfig) -> float:
+    """Learning-rate factor of a step: linear warm-up, then the schedule."""
+    warm = int(config.warmup * config.steps)
+    if step < warm:
+        return (step + 1) / warm
+    done = (step - warm) / max(1, config.steps - warm)
+    if config.schedule == "constant":
+        return 1.0
+    return 1 - done if config.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+
+
+def row_order(count: int, size: int, seed: int) -> Iterator[Tensor]:
+    """Endless index batches: every row once per round, in a new order each round."""
+    generator = torch.Generator().manual_seed(seed)
+    left = torch.empty(0, dtype=torch.long)
+    while True:
+        while len(left) < size:
+            left = torch.cat([left, torch.randperm(count, generator=generator)])
+        yield left[:size]
+        left = left[size:]
+
+
+def _autocast(like: Tensor) -> contextlib.AbstractContextManager[object]:
+    """bfloat16 products on a GPU, and wherever the model itself is in half precision."""
+    if like.device.type == "cuda" or like.dtype in (torch.bfloat16, torch.float16):
+        return torch.autocast(like.device.type, torch.bfloat16)
+    return contextlib.nullcontext()
+
+
+@torch.no_grad()
+def relative_error(module: nn.Module, calls: Calls) -> float:
+    """Squared error over the target's variance, on all rows."""
+    total = 0.0
+    for index in row_batches(len(calls), calls.size):
+        with _autocast(calls.target):
+            out = calls.output(module, index)
+        total += float(mse_loss(out.float(), calls.target[index].float())) * len(index)
+    return total / len(calls) / calls.scale
+
+
+def _optimizer(
+    parameters: Sequence[nn.Parameter], config: ReconstructConfig
+) -> tuple[torch.optim.Adam, list[float]]:
+    """Adam with one group per tensor, and each group's peak rate."""
+    peaks = []
+    for p in parameters:
+        size = float(p.detach().float().square().mean().sqrt())
+        peaks.append(config.lr * (size or 1e-2) if config.relative_lr else config.lr)
+    groups = [{"params": [p], "lr": peak} for p, peak in zip(parameters, peaks, strict=True)]
+    fused = parameters[0].device.type == "cuda"
+    return torch.optim.Adam(groups, betas=config.betas, fused=fused), peaks
+
+
+def regress(
+    module: nn.Module,
+    parameters: Sequence[nn.Parameter],
+    train: Calls,
+    held_out: Calls,
+    config: ReconstructConfig,
+    report: Report | None = None,
+) -> tuple[float, float]:
+    """Train `parameters` of `module` until it returns its targets; the best weights seen are kept.
+
+    Args:
+        module: What is run: an attention module, or the block around it.
+        parameters: What is trained, float32.
+        train, held_out: Rows and targets.
+        config: Steps, rate, patience.
+        report: Called now and then with `(steps done, steps)`.
+
+    Returns:
+        Relative error on the held-out rows, before and after (never worse).
+
+    Raises:
+        TrainingError: The loss is not finite.
+    """
+    frozen = [p for p in module.parameters() if p.requires_grad]
+    for p in frozen:
+        p.requires_grad_(False)
+    for p in parameters:
+        p.requires_grad_(True)
+    try:
+        return _fit(module, parameters, train, held_out, config, report)
+    finally:
+        for p in parameters:
+            p.requires_grad_(False)
+            p.grad = None
+        for p in frozen:
+            p.requires_grad_(True)
+
+
+def _fit(
+    module: nn.Module,
+    parameters: Sequence[nn.Parameter],
+    train: Calls,
+    held_out: Calls,
+    config: ReconstructConfig,
+    report: Report | None,
+) -> tuple[float, float]:
+    before = relative_error(module, held_out)
+    best, kept, waited = before, [p.detach().clone() for p in parameters], 0
+    optimizer, peaks = _optimizer(parameters, config)
+    order = row_order(len(train), train.size, config.seed)
+    averaged: list[Tensor] = []
+    first_averaged = config.steps - int(config.average * config.steps)
+    for step in range(config.steps):
+        for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+            group["lr"] = peak * rate(step, config)
+        index = next(order)
+        with _autocast(train.target):
+            out = train.output(module, index)
+        loss = mse_loss(out.float(), train.target[index].float()) / train.scale
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if step >= first_averaged:
+            _average(averaged, parameters, step - first_averaged)
+        if (step + 1) % config.check_every == 0 or step + 1 == config.steps:
+            with _swapped(parameters, averaged):
+                now = relative_error(module, held_out)
+                if not math.isfinite(now):
+                    raise TrainingError(
+                        "the loss is not finite", where="reconstruct", fix="choose a smaller lr"
+                    )
+                waited = 0 if now < best else waited + 1
+                if now < best:
+                    best, kept = now, [p.detach().clone() for p in parameters]
+            if report:
+                report(step + 1, config.steps)
+            if waited >= config.patience:
+                break
+    with torch.no_grad():
+        for p, x in zip(parameters, kept, strict=True):
+            p.copy_(x)
+    return before, best
+
+
+@torch.no_grad()
+def _average(averaged: list[Tensor], parameters: Sequence[nn.Parameter], seen: int) -> None:
+    """Running mean of the weights, in place."""
+    if not averaged:
+        averaged += [p.detach().clone() for p in parameters]
+    for mean, p in zip(averaged, parameters, strict=True):
+        mean.lerp_(p, 1 / (seen + 1))
+
+
+@contextlib.contextmanager
+def _swapped(parameters: Sequence[nn.Parameter], averaged: Sequence[Tensor]) -> Iterator[None]:
+    """Hold the averaged weights for a while, if there are any."""
+    own = [p.detach().clone() for p in parameters] if averaged else []
+    with torch.no_grad():
+        for p, x in zip(parameters, averaged, strict=False):
+            p.copy_(x)
+        yield
+        for p, x in zip(parameters, own, strict=False):
+            p.copy_(x)

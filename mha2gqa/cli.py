@@ -17,6 +17,7 @@ from .clitools import (
     option,
     options,
     progress_bar,
+    progress_count,
     run_command,
     training_words,
     write_json,
@@ -121,6 +122,11 @@ def convert(source: str, out: str, **words: Any) -> None:
 @option("--dtype", help="auto, float32, bfloat16, …")
 @device
 @option("--against", metavar="MODEL", help="Also measure agreement with this original.")
+@option(
+    "--bos",
+    type=click.Choice(["auto", "always", "never"]),
+    help="A BOS before what is scored (default auto).",
+)
 @option("--max-ppl-ratio", type=float, help="Gate: exit 3 if perplexity over the first model's exceeds this.")
 @option("--min-agreement", type=float, help="Gate: exit 3 if top-1 agreement with --against is below this.")
 @option("--fail-if-worse", is_flag=True, default=None, help="Gate: exit 3 if worse than the first model.")
@@ -129,16 +135,16 @@ def convert(source: str, out: str, **words: Any) -> None:
 def evaluate(models: tuple[str, ...], data: tuple[str, ...], output: str | None, **words: Any) -> None:
     """Score models on the same held-out tokens: loss, perplexity, bits/byte, KV bytes."""
     from .evaluation import evaluate as call
-    from .pipeline.gates import check_gates, require
+    from .evaluation.gates import measure_gates, require
 
-    limits = {name: words.pop(name) for name in ("max_ppl_ratio", "min_agreement", "fail_if_worse")}
-    result = call(list(models), list(data), **given(words))
-    body = result.to_dict()
-    gates = check_gates(body["models"], **given(limits))
-    body |= {"gates": gates} if gates else {}
+    limits = given({name: words.pop(name) for name in ("max_ppl_ratio", "min_agreement", "fail_if_worse")})
+    with progress_count("evaluate") as progress:
+        result = call(list(models), list(data), progress=progress, **given(words)).to_dict()
+    gates = measure_gates(result["models"], **limits)
+    result |= {"gates": gates} if gates else {}
     if output:
-        write_json(body, output)
-    emit(body)
+        write_json(result, output)
+    emit(result)
     require(gates)
 
 

@@ -157,6 +157,8 @@ def setup_logging(state: dict[str, int]) -> None:
         for name in ("TRANSFORMERS_VERBOSITY", "DATASETS_VERBOSITY", "HF_HUB_VERBOSITY"):
             os.environ.setdefault(name, "error")
         warnings.filterwarnings("ignore")
+    if state.get("quiet") or not sys.stderr.isatty():  # bars in a log file are noise
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
 @contextmanager
@@ -172,6 +174,28 @@ def progress_bar(label: str) -> Iterator[Callable[[int, int], None] | None]:
         def show(done: int, total: int) -> None:
             bar.total = total
             bar.update(done - bar.n)
+
+        yield show
+
+
+@contextmanager
+def progress_count(label: str) -> Iterator[Callable[[str, int], None] | None]:
+    """Counts on stderr, as `progress(name, count so far)`; None where nobody is looking."""
+    if _state().get("quiet") or not first_process() or not sys.stderr.isatty():
+        yield None
+        return
+    from tqdm import tqdm
+
+    with tqdm(desc=label, unit=" tokens", unit_scale=True, leave=False) as bar:
+        current = label
+
+        def show(name: str, count: int) -> None:
+            nonlocal current
+            if name != current:
+                current = name
+                bar.set_description(name[-40:])
+                bar.reset()
+            bar.update(count - bar.n)
 
         yield show
 

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import click
 import pytest
@@ -222,7 +221,8 @@ def test_other_ranks_are_silent(run: Run, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_gates() -> None:
-    from mha2gqa.pipeline.gates import check_gates, perplexity_ratio, require
+    from mha2gqa.evaluation.gates import measure_gates as check_gates
+    from mha2gqa.evaluation.gates import perplexity_ratio, require
 
     rows: list[dict[str, Any]] = [
         {"path": "a", "loss": 3.0, "bits_per_byte": 1.2, "tokens": 10, "bytes": 36},

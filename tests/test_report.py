@@ -36,21 +36,22 @@ from mha2gqa.report import (
 
 
 def row(role: str, loss: float, perplexity: float, bits: float, kv: int) -> dict[str, Any]:
+    figures = {"loss": loss, "perplexity": perplexity, "bits_per_byte": bits}
+    curve = [
+        {"low": 2**i, "high": 2 ** (i + 1) - 1, "tokens": 9, "loss": loss + 1 / (i + 1)} for i in range(8)
+    ]
     sizes = {"tokens": 510976, "kv_bytes_per_token": kv}
-    return {
-        "role": role,
-        "path": role,
-        "loss": loss,
-        "perplexity": perplexity,
-        "bits_per_byte": bits,
-        **sizes,
-    }
+    return {"role": role, "path": role, **figures, **sizes, "positions": curve}
 
 
 ROWS = [
     row("original", 3.310, 27.385, 1.28, 16384),
     row("converted", 3.371, 29.108, 1.30, 4096),
-    row("uptrained", 3.325, 27.799, 1.286, 4096),
+    row("uptrained", 3.325, 27.799, 1.286, 4096)
+    | {
+        "paired": {"difference": 0.015, "low": 0.011, "high": 0.019, "units": 998},
+        "agreement": {"kl": 0.0712, "top1": 0.914},
+    },
 ]
 LAYERS = [
     {
@@ -69,7 +70,8 @@ def sample(**changes: Any) -> Report:
         source="acme/ref-llama-30m",
         models=ROWS,
         protocol="blocks",
-        data={"tokens": 510976, "sha256": "ab" * 32, "window": 512, "files": ["valid.jsonl"]},
+        settings={"window": 512, "bos": "none"},
+        data={"tokens": 510976, "sha256": "ab" * 32, "paths": ["valid.jsonl"]},
         num_heads=16,
         num_kv_heads=(16, 4),
         method="joint",
@@ -131,6 +133,12 @@ def test_headline_reports_what_was_measured() -> None:
     assert not any("worse" in line for line in limits(sample(models=better)))
 
 
+def test_paired_differences_and_agreement_are_told() -> None:
+    page = html_page(sample())
+    assert "+0.0150 nats/token against the original, 95 % interval +0.0110 to +0.0190" in page
+    assert "the same most likely token at 91.4% of positions" in markdown(sample())
+
+
 def test_other_tokenizers_are_compared_by_bits_per_byte() -> None:
     rows = [ROWS[0], {**ROWS[2], "tokens": 400000, "perplexity": 99.0}]
     assert "+0.5 % (bits/byte)" in headline(sample(models=rows))
@@ -175,7 +183,10 @@ def test_front_matter_guesses_nothing() -> None:
 
 def test_markdown_has_table_limits_and_recipe() -> None:
     text = markdown(sample())
-    assert "| converted | 3.3710 | 29.108 | +6.3 % |" in text and "protocol `blocks`" in text
+    assert (
+        "| converted | 3.3710 | 29.108 | +6.3 % |" in text
+        and "protocol blocks, window 512, BOS: none, 510,976 tokens" in text
+    )
     assert "## Limits" in text and "```yaml\nsource:" in text
 
 
@@ -219,7 +230,7 @@ def test_page_is_self_contained_and_well_formed() -> None:
     assert len(parser.ids) == len(set(parser.ids)), "two pictures share an id"
     assert set(re.findall(r"url\(#([^)]+)\)", page)) | {u[1:] for u in parser.urls} <= set(parser.ids)
     pictures = re.findall(r"<svg.*?</svg>", page, re.S)
-    assert len(pictures) == 5
+    assert len(pictures) == 6
     for picture in pictures:
         ElementTree.fromstring(picture)
         assert "#0102" not in picture and "var(--ink)" in picture and "<text" in picture

@@ -75,6 +75,11 @@ def describe(source: str | Path, revision: str | None = None) -> Description:
     return _from_hub(str(source), revision)
 
 
+def read_config(source: str | Path, revision: str | None = None) -> dict[str, Any]:
+    """The raw config of what `describe` accepts."""
+    return read_json(Path(source)) if Path(source).is_file() else load_config_json(source, revision=revision)
+
+
 def _has_weights(path: Path) -> bool:
     return any(path.glob("*.safetensors")) or any(path.glob("*.bin")) or any(path.glob("*.index.json"))
 

@@ -70,6 +70,9 @@ class EvaluateRecipe(Section):
         batch_size: Windows per forward pass.
         max_tokens: Stop after so many scored tokens.
         dtype, device: Of the models while they are scored.
+        bos: `auto`, `always` or `never`: whether a BOS stands before what is scored.
+        seed: Of the bootstrap intervals.
+        worst: How many of the worst documents to list.
         agreement: Also measure agreement with the original on the same tokens.
     """
 
@@ -82,6 +85,9 @@ class EvaluateRecipe(Section):
     max_tokens: int | None = None
     dtype: str | None = None
     device: str | None = None
+    bos: Literal["auto", "always", "never"] | None = None
+    seed: int | None = None
+    worst: int | None = None
     agreement: bool | None = None
 
 
@@ -178,12 +184,14 @@ class SweepRecipe(Section):
         methods: Values of `convert.method`.
         alphas: Uptraining fractions; 0 is the conversion alone.
         groupings: Values of `convert.grouping`; empty leaves the section's own.
+        bench: Also time cached decoding of every cell, at the report's batch and context.
     """
 
     groups: tuple[int, ...] = ()
     methods: tuple[Method, ...] = ()
     alphas: tuple[float, ...] = (0.0,)
     groupings: tuple[str, ...] = ()
+    bench: bool = False
 
 
 @dataclass(frozen=True)

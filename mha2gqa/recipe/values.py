@@ -28,7 +28,7 @@ def parse_count(text: str | float) -> int:
     """
     if isinstance(text, bool):
         raise ValueError(f"{text!r} is not a number")
-    match = _COUNT.match(str(text).strip().replace("_", ""))
+    match = _COUNT.match(str(text).strip().replace("_", "").replace(",", ""))
     if match is None:
         raise ValueError(f"{text!r} is not a whole number (65536, 1e9 and 100B are)")
     value = float(match[1]) * _SCALE[match[2]] if not match[1].isdigit() else int(match[1]) * _SCALE[match[2]]

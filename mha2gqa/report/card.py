@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from .content import COLUMNS, Report, headline, limits, model_rows
+from .content import COLUMNS, Report, differences, headline, limits, model_rows, scoring
 from .tables import markdown_table
 
 
@@ -84,7 +84,7 @@ def _metrics(report: Report) -> list[dict[str, Any]]:
 
 
 def _dataset_name(report: Report) -> str:
-    files = report.data.get("files") or report.data.get("name") or ["held-out text"]
+    files = report.data.get("paths") or ["held-out text"]
     first = files if isinstance(files, str) else str(files[0])
     return first.rstrip("/").rsplit("/", 1)[-1] if not hub_name(first) else first
 
@@ -101,18 +101,16 @@ def hub_name(text: str) -> bool:
 
 
 def _body(report: Report) -> str:
-    data = report.data
-    where = [f"protocol `{report.protocol}`"] if report.protocol else []
-    where += [f"{key} {data[key]}" for key in ("window", "stride") if data.get(key)]
-    where += [f"{data['tokens']:,} tokens"] if data.get("tokens") else []
+    lines = [f"{line}." for line in differences(report.models)]
     parts = [
-        f"## Evaluation\n\n{markdown_table(COLUMNS, model_rows(report.models))}\n\nLoss in nats per token; "
-        f"{', '.join(where)}.",
+        f"## Evaluation\n\n{markdown_table(COLUMNS, model_rows(report.models))}\n\n"
+        f"Loss in nats per token; {scoring(report)}.",
+        *lines,
         "## Limits\n\n" + "\n".join(f"- {line}" for line in limits(report)),
     ]
     if report.provenance:
-        lines = "\n".join(f"- {key}: {value}" for key, value in report.provenance.items())
-        parts.append(f"## Provenance\n\n{lines}")
+        items = "\n".join(f"- {key}: {value}" for key, value in report.provenance.items())
+        parts.append(f"## Provenance\n\n{items}")
     if report.command:
         parts.append(f"```sh\n{report.command}\n```")
     return "\n\n".join(parts)

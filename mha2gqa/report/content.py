@@ -21,7 +21,8 @@ class Report:
         models: Rows as in `evaluate`'s `models[]`, original first, each with a `role`
             (`original`, `converted`, `uptrained`).
         protocol: How the text was scored; stands beside every figure.
-        data: `evaluate`'s `data{}` (tokens, sha256, files …).
+        settings: `evaluate`'s `settings{}` (window, stride, BOS policy …).
+        data: `evaluate`'s `data{}` (tokens, sha256, paths …).
         num_heads, num_kv_heads: Query heads; KV heads before and after.
         method: How heads were merged.
         layers: `convert`'s `layers[]`: residuals, grouping.
@@ -41,6 +42,7 @@ class Report:
     source: str
     models: Sequence[Row]
     protocol: str = ""
+    settings: Mapping[str, Any] = field(default_factory=dict)
     data: Mapping[str, Any] = field(default_factory=dict)
     num_heads: int | None = None
     num_kv_heads: tuple[int, int] | None = None
@@ -104,6 +106,42 @@ def compare(row: Row, original: Row) -> str:
     if row.get("tokens") == original.get("tokens"):
         return ratio_text(row.get("perplexity"), original.get("perplexity"))
     return f"{ratio_text(row.get('bits_per_byte'), original.get('bits_per_byte'))} (bits/byte)"
+
+
+def differences(models: Sequence[Row]) -> list[str]:
+    """One sentence for each model that was compared with another unit by unit."""
+    found = []
+    for row in models:
+        test = row.get("paired")
+        if test:
+            unit = "nats/token" if isinstance(row.get("loss"), float) else "bits/byte"
+            found.append(
+                f"{name_of(row)}: {test['difference']:+.4f} {unit} against the original, 95 % interval "
+                f"{test['low']:+.4f} to {test['high']:+.4f} (paired over {test['units']} documents or blocks)"
+            )
+        agreement = row.get("agreement")
+        if agreement:
+            found.append(
+                f"{name_of(row)}: KL {agreement['kl']:.4f} nats/token from the original, "
+                f"the same most likely token at {agreement['top1']:.1%} of positions"
+            )
+    return found
+
+
+def scoring(report_or_result: Any) -> str:
+    """How the text was scored, for people: protocol, window, stride, BOS, tokens, hash."""
+    get = (
+        report_or_result.get
+        if isinstance(report_or_result, Mapping)
+        else lambda k: getattr(report_or_result, k)
+    )
+    protocol, settings, data = get("protocol"), get("settings") or {}, get("data") or {}
+    parts = [f"protocol {protocol}"] if protocol else []
+    parts += [f"{key} {settings[key]}" for key in ("window", "stride") if settings.get(key)]
+    parts += [f"BOS: {settings['bos']}"] if settings.get("bos") else []
+    parts += [f"{data['tokens']:,} tokens"] if data.get("tokens") else []
+    parts += [f"sha256 {str(data['sha256'])[:12]}"] if data.get("sha256") else []
+    return ", ".join(parts)
 
 
 def name_of(row: Row) -> str:

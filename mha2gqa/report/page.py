@@ -9,7 +9,7 @@ from importlib import resources
 from typing import Any
 
 from . import plots
-from .content import COLUMNS, Report, headline, limits, model_rows, name_of, tiles
+from .content import COLUMNS, Report, differences, headline, limits, model_rows, name_of, scoring, tiles
 from .tables import fixed
 
 _OPTIONAL = ("loss", "tokens", "bits/byte")  # columns that a phone leaves out
@@ -32,7 +32,8 @@ def html_page(report: Report) -> str:
         _tiles(report),
         "<h2>Models</h2>",
         _table(COLUMNS, model_rows(report.models)),
-        f'<p class="soft">{html.escape(_protocol_line(report))}</p>',
+        f'<p class="soft">Loss in nats per token; {html.escape(scoring(report))}.</p>',
+        "".join(f'<p class="soft">{html.escape(line)}.</p>' for line in differences(report.models)),
         _plots(report),
         "<h2>What these figures do not show</h2>",
         "<ul>" + "".join(f"<li>{html.escape(line)}</li>" for line in limits(report)) + "</ul>",
@@ -78,17 +79,6 @@ def _table(columns: Sequence[tuple[str, str]], rows: Iterable[Sequence[str]]) ->
     return f'<div class="scroll"><table>\n<thead>{head}</thead>\n<tbody>\n{body}\n</tbody></table></div>'
 
 
-def _protocol_line(report: Report) -> str:
-    data = report.data
-    parts = [f"protocol {report.protocol}"] if report.protocol else []
-    parts += [f"{key} {data[key]}" for key in ("window", "stride") if data.get(key)]
-    if data.get("tokens"):
-        parts.append(f"{data['tokens']:,} tokens")
-    if data.get("sha256"):
-        parts.append(f"text {str(data['sha256'])[:12]}")
-    return "Loss in nats per token; " + ", ".join(parts) + "."
-
-
 def _plots(report: Report) -> str:
     marks = {
         str(row["role"]): row["loss"]
@@ -106,6 +96,11 @@ def _plots(report: Report) -> str:
             "Quality against cache",
             plots.frontier_svg(report.frontier, report.original),
             "Lower left is better; the star is the original.",
+        ),
+        (
+            "Loss by length of context",
+            plots.positions_svg({name_of(row): row.get("positions") or () for row in report.models}),
+            "Tokens with more context in front are easier; a gap that widens to the right costs long contexts.",
         ),
         (
             "KV cache",

@@ -124,6 +124,36 @@ def frontier_svg(points: Sequence[Mapping[str, Any]], original: Mapping[str, Any
         return _svg(figure, "frontier", "Perplexity against KV-cache bytes per token")
 
 
+def positions_svg(series: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    """Loss by length of context, one line for each model.
+
+    Args:
+        series: Name -> `positions` of a model: `low`, `high`, `tokens`, `loss`.
+
+    Returns:
+        An SVG element, or `""` where there are fewer than two lengths.
+    """
+    shown = {
+        name: [
+            (math.sqrt(max(p["low"], 1) * max(p["high"], 1)), p["loss"]) for p in points if _finite(p["loss"])
+        ]
+        for name, points in series.items()
+    }
+    shown = {name: points for name, points in shown.items() if len(points) > 1}
+    if not shown:
+        return ""
+    with _figure(3.0) as (figure, axes):
+        for i, (name, points) in enumerate(shown.items()):
+            x, y = zip(*points, strict=True)
+            colour = ROLE_COLOURS.get(name, SERIES[i % 8])
+            axes.plot(x, y, marker="os^Dv<>p"[i % 8], markersize=4, color=colour, label=name)
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.set(xlabel="tokens of context", ylabel="loss, nats/token")
+        axes.legend(frameon=False, fontsize=9.5)
+        return _svg(figure, "positions", "Loss by length of context")
+
+
 def kv_bars_svg(rows: Sequence[tuple[str, float, str]], batch: int, context: int) -> str:
     """KV-cache size of each model at one batch and context, as bars.
 

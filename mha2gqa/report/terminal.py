@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from .content import COLUMNS, model_rows
+from .content import COLUMNS, differences, model_rows, scoring
 from .tables import Column, box_size, fixed, human_bytes, human_count, significant, text_table
 
 Data = Mapping[str, Any]
@@ -139,27 +139,16 @@ def _number(value: Any) -> bool:
 
 
 def _evaluate(data: Data) -> str:
-    facts = {**(data.get("settings") or {}), **(data.get("data") or {})}
-    where = [f"protocol {data['protocol']}"] if data.get("protocol") else []
-    where += [f"{key} {facts[key]}" for key in ("window", "stride") if facts.get(key)]
-    where += [f"{facts['tokens']:,} tokens"] if facts.get("tokens") else []
-    rows = [{**row, "label": row.get("label") or row.get("path")} for row in data["models"]]
-    if rows and not any(row.get("role") for row in rows):
-        rows[0]["role"] = "original"
-    lines = [", ".join(where), "", text_table(COLUMNS, model_rows(rows))]
-    extra = [_agreement(row) for row in data["models"]]
-    lines += [line for line in extra if line]
+    rows = [
+        {"role": "original" if i == 0 else "", **row, "label": row["path"]}
+        for i, row in enumerate(data["models"])
+    ]
+    lines = [scoring(data), "", text_table(COLUMNS, model_rows(rows))]
+    found = differences(rows)
     for gate in data.get("gates") or ():
-        lines.append(
-            f"gate {gate['gate']}: {gate['value']} against {gate['limit']}: {'ok' if gate['ok'] else 'FAILED'}"
-        )
-    return "\n".join([*lines, *_notes(data)])
-
-
-def _agreement(row: Data) -> str:
-    known = {"kl": "KL from the original", "top1_agreement": "same top token"}
-    found = [f"{words} {fixed(row[key], 4)}" for key, words in known.items() if _number(row.get(key))]
-    return f"{row.get('path')}: {', '.join(found)}" if found else ""
+        verdict = "ok" if gate["ok"] else "FAILED"
+        found.append(f"gate {gate['gate']} {gate['limit']}: {gate['model']} has {gate['value']}: {verdict}")
+    return "\n".join([*lines, *([""] if found else []), *found, *_notes(data)])
 
 
 def _uptrain(data: Data) -> str:

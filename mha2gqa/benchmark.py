@@ -1,0 +1,154 @@
+"""Decode speed, measured: cached one-token steps of a model, beside the bytes that a step must move.
+
+FLOPs per token are the same before and after a conversion. What changes is the cache: its size, and the
+traffic of reading it. Figures here are wall times of this machine and this attention backend only.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from .errors import UsageError
+from .kv_cache import decode_step_bytes, kv_bytes
+from .loading import load_config_json, load_model, resolve_device, resolve_dtype, stored_dtype
+from .results import Result
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+WARM_UP = 3  # steps before the clock starts
+
+
+@dataclass
+class BenchResult(Result):
+    """Decode speed of models under the same conditions.
+
+    Args:
+        batch, context, new_tokens: Sequences, tokens in the cache at the start, steps timed.
+        dtype, device: Of every model.
+        models: `path, tokens_per_second, milliseconds_per_step, kv_bytes, weight_bytes, step_bytes,
+            bytes_per_second, attention, share_of_bandwidth` (the last where the bandwidth was given).
+    """
+
+    command: ClassVar[str] = "bench"
+    batch: int
+    context: int
+    new_tokens: int
+    dtype: str
+    device: str
+    models: list[dict[str, Any]] = field(default_factory=list)
+
+
+def bench(
+    models: str | Path | Sequence[str | Path],
+    *,
+    batch: int = 1,
+    context: int = 1024,
+    new_tokens: int = 64,
+    dtype: str = "auto",
+    device: str = "auto",
+    bandwidth: float | None = None,
+    trust_remote_code: bool = False,
+) -> BenchResult:
+    """Time cached greedy decoding.
+
+    Args:
+        models: Folders or hub ids; all run in the dtype that the first resolves to.
+        batch: Sequences decoded at once.
+        context: Tokens already in the cache when the clock starts.
+        new_tokens: Steps timed; the median is reported.
+        dtype, device: As in `evaluate`.
+        bandwidth: Memory bytes per second of the device, to state the share that is used.
+        trust_remote_code: Run code that comes with a model.
+
+    Returns:
+        Measured figures of each model.
+
+    Raises:
+        UsageError: More tokens than a model was built for.
+        CheckpointError: A model cannot be loaded.
+    """
+    paths = [str(models)] if isinstance(models, (str, Path)) else [str(path) for path in models]
+    where = resolve_device(device)
+    number = resolve_dtype(dtype, where, stored_dtype(load_config_json(paths[0])))
+    result = BenchResult(batch, context, new_tokens, str(number).removeprefix("torch."), str(where))
+    for path in paths:
+        config = load_config_json(path)
+        gc.collect()
+        model = load_model(path, dtype=number, device=where, trust_remote_code=trust_remote_code)
+        limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        if limit is not None and context + new_tokens + WARM_UP > limit:
+            raise UsageError(
+                f"{context} + {new_tokens + WARM_UP} tokens are more than the {limit} it was built for",
+                where=path,
+                fix="lower --context or --new-tokens",
+            )
+        seconds = decode_seconds(model, batch, context, new_tokens)
+        weights = sum(p.numel() * p.element_size() for p in model.parameters())
+        result.models.append(
+            _row(path, config, model, seconds, weights, batch, context, bandwidth, number.itemsize)
+        )
+        del model
+    return result
+
+
+@torch.inference_mode()
+def decode_seconds(model: PreTrainedModel, batch: int, context: int, steps: int) -> float:
+    """Median wall seconds of one decode step after a prefill of `context` random tokens.
+
+    Args:
+        model: In eval mode, on its device.
+        batch, context, steps: Sequences, tokens of prefill, steps timed.
+    """
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = int(model.get_output_embeddings().weight.shape[0])  # type: ignore[index, arg-type]
+    ids = torch.randint(vocabulary, (batch, context), generator=generator).to(model.device)
+    out = model(input_ids=ids, use_cache=True, logits_to_keep=1)
+    cache, token = out.past_key_values, out.logits[:, -1:].argmax(-1)
+    times = []
+    for _ in range(WARM_UP + steps):
+        _wait(model.device)
+        began = time.perf_counter()
+        out = model(input_ids=token, past_key_values=cache, use_cache=True)
+        token = out.logits[:, -1:].argmax(-1)
+        _wait(model.device)
+        times.append(time.perf_counter() - began)
+    return sorted(times[WARM_UP:])[steps // 2]
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _row(
+    path: str,
+    config: dict[str, Any],
+    model: PreTrainedModel,
+    seconds: float,
+    weights: int,
+    batch: int,
+    context: int,
+    bandwidth: float | None,
+    itemsize: int,
+) -> dict[str, Any]:
+    sizes: dict[str, Any] = {"context": context, "batch": batch, "dtype_bytes": itemsize}
+    step = decode_step_bytes(config, weight_bytes=weights, **sizes)
+    return {
+        "path": path,
+        "tokens_per_second": batch / seconds,
+        "milliseconds_per_step": seconds * 1e3,
+        "kv_bytes": kv_bytes(config, **sizes),
+        "weight_bytes": weights,
+        "step_bytes": step,
+        "bytes_per_second": step / seconds,
+        "share_of_bandwidth": None if bandwidth is None else step / seconds / bandwidth,
+        "attention": str(model.config._attn_implementation),
+    }

@@ -190,6 +190,32 @@ def test_pass_through_options_are_checked():
         train_model(pico_llama(), BLOCKS, per_device_train_batch_size=3, **OPTIONS)
 
 
+def test_bf16_autocast_follows_float32():
+    """Mixed precision: float32 weights, bf16 products, float32 losses."""
+    curves = []
+    for bf16 in (False, True):
+        model = pico_llama()
+        result = train_model(
+            model, BLOCKS, teacher=pico_llama(num_key_value_heads=1), bf16=bf16, logging_steps=1, **OPTIONS
+        )
+        curves.append([e["loss"] for e in result.losses["train"]])
+        assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert curves[1] == pytest.approx(curves[0], rel=0.02) and curves[1] != curves[0]
+
+
+@pytest.mark.slow
+def test_compiled_layers_follow_eager_ones():
+    curves = []
+    for torch_compile in (False, True):
+        model, teacher = pico_llama(num_hidden_layers=4), pico_llama(num_key_value_heads=1)
+        result = train_model(
+            model, BLOCKS, teacher=teacher, torch_compile=torch_compile, logging_steps=1, **OPTIONS
+        )
+        curves.append([e["loss"] for e in result.losses["train"]])
+        assert "forward" not in model.model.layers[0].__dict__
+    assert curves[1] == pytest.approx(curves[0], rel=1e-4)
+
+
 def test_activation_checkpointing_changes_nothing():
     a, b = pico_llama(), pico_llama()
     train_model(a, BLOCKS, **OPTIONS)

@@ -281,12 +281,12 @@ def train(
         logger.warning("%s", notice)
     compiled = _should_compile(student, args, config, budget, teacher)
     spec = Objective(teacher is not None, config.temperature, config.ce_weight if teacher else 1.0, compiled)
-    if compiled:
-        compile_layers(student)
-        if teacher is not None:
-            compile_layers(teacher.model)
     try:
         with attached(student, spec, teacher), stop_signals() as stop:
+            if compiled:  # after the heads were probed with a few tokens
+                compile_layers(student)
+                if teacher is not None:
+                    compile_layers(teacher.model)
             run = Run(config, budget, corpus.train, corpus.held_out, teacher, False, stop, corpus.collate)
             trainer = UptrainTrainer(student, args, run)
             checkpoint = None if workspace is None else workspace.last()

@@ -153,7 +153,7 @@ def build_arguments(
         "gradient_accumulation_steps": budget.blocks_per_step // world_size() // micro,
         "seed": config.seed,
         "use_cpu": on_cpu,
-        "logging_steps": config.logging_steps,
+        "logging_steps": min(config.logging_steps, steps),
         "eval_strategy": "steps" if evaluates else "no",
         "eval_steps": config.eval_steps or max(1, -(-steps // 10)),
         "save_strategy": "steps",
@@ -336,7 +336,8 @@ class UptrainTrainer(Trainer):
         total = torch.zeros(2, dtype=torch.float64, device=self.args.device)
         training = model.training
         model.eval()
-        with self.meter.pause(), torch.no_grad():
+        # Eager: a compiled program for the few gradient-free batches would cost more than it saves.
+        with self.meter.pause(), torch.no_grad(), torch.compiler.set_stance("force_eager"):
             for batch in self._held_out_batches():
                 batch = self._prepare_inputs(batch)
                 loss, _ = model(**batch)

@@ -333,15 +333,18 @@ def free_memory(device: torch.device) -> int | None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep transformers' own loading report off stderr: the errors here say the same in one line."""
+    """Keep transformers' loading report and bar off stderr: the errors here say the same in one line."""
     from transformers.utils import logging
 
-    level = logging.get_verbosity()
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
+    logging.disable_progress_bar()
     try:
         yield
     finally:
         logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
 
 
 def _first_line(error: BaseException) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -602,6 +603,33 @@ def test_defaults_bend_to_the_context_and_say_so(
     assert result.notices == ["window 128, the context of m"]
     result = run(model, plain, documents([200]), protocol="rolling", stride=3)
     assert result.settings["window"] == 128 and "ignored" in result.notices[1]
+
+
+def test_encoder_decoders_need_their_own_protocol(plain: PreTrainedTokenizerBase) -> None:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(vocab_size=64, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=4)
+    with pytest.raises(UsageError, match="protocol window does not fit an encoder-decoder"):
+        run(T5ForConditionalGeneration(config), plain, documents([20]))
+
+
+def test_documents_are_read_as_they_are_needed(
+    model: torch.nn.Module, plain: PreTrainedTokenizerBase
+) -> None:
+    """Memory does not grow with the corpus: the first batch waits for a bounded part of it."""
+    drawn = 0
+
+    def endless() -> Iterator[Document]:
+        nonlocal drawn
+        while True:
+            drawn += 1
+            yield Document(text_of(40), f"d:{drawn}")
+
+    for protocol in ("window", "blocks", "rolling"):
+        drawn = 0
+        windows = PROTOCOLS[protocol](plain, endless(), Settings(16, 8))
+        next(scoring.make_batches(windows, 2, 16))
+        assert drawn <= 512
 
 
 def test_a_tokenizer_that_is_too_large(plain: PreTrainedTokenizerBase) -> None:

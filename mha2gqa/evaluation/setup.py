@@ -15,7 +15,7 @@ from ..kv_cache import known_config
 from ..loading import load_config_json, load_tokenizer, resolve_device, resolve_dtype, stored_dtype
 from .results import EvaluateConfig, LoadedModel, Subject, name_of
 from .tally import Tally
-from .windows import PROTOCOLS, choose_bos
+from .windows import PROTOCOLS, SEQ2SEQ, choose_bos
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -88,6 +88,8 @@ def prepare(config: EvaluateConfig) -> Setup:
         if value is not None and value < 1:
             raise UsageError("must be at least 1", where=f"--{name} {value}")
     entries = [_entry(subject, config) for subject in config.subjects]
+    for entry in entries:
+        _check_kind(entry, config.protocol)
     against = None if config.against is None else name_of(config.against)
     reference = next((e for e in entries if e.name == against), None)
     notices: list[str] = []
@@ -125,6 +127,19 @@ def _entry(subject: Subject, config: EvaluateConfig) -> Entry:
     else:
         raw, tokenizer = load_config_json(subject), load_tokenizer(subject, config.trust_remote_code)
     return Entry(subject, raw, tokenizer, choose_bos(tokenizer, config.protocol, config.bos))
+
+
+def _check_kind(entry: Entry, protocol: str) -> None:
+    """A protocol scores either decoders or encoder-decoders."""
+    encoder_decoder = bool(getattr(known_config(entry.config), "is_encoder_decoder", False))
+    if encoder_decoder != (protocol in SEQ2SEQ):
+        fitting = [name for name in PROTOCOLS if (name in SEQ2SEQ) == encoder_decoder]
+        kind = "an encoder-decoder" if encoder_decoder else "a decoder"
+        raise UsageError(
+            f"protocol {protocol} does not fit {kind}",
+            where=entry.name,
+            fix=f"try --protocol {', '.join(fitting)}" if fitting else "evaluate a decoder",
+        )
 
 
 def _window(config: EvaluateConfig, entries: list[Entry], notices: list[str]) -> int:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-CLUSTERS = 2000  # more units than this are first summed into so many random clusters
-RESAMPLES = 2000
+CLUSTERS = 500  # more units than this are first summed into so many random clusters
+RESAMPLES = 1000
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from ..errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-ENCODE_DOCUMENTS, ENCODE_CHARACTERS = 64, 1 << 20  # one call of the tokenizer gets at most about this much
+ENCODE_DOCUMENTS, ENCODE_CHARACTERS = 256, 1 << 20  # one call of the tokenizer gets at most about this much
 
 
 @dataclass(frozen=True)
@@ -286,13 +286,15 @@ def rolling(
 
 Protocol = Callable[["PreTrainedTokenizerBase", Iterable[Document], Settings], Iterator[Window]]
 
-# A protocol for another objective (span corruption) is one more entry here.
+# A protocol for another objective (span corruption) is one more entry here; those whose windows carry
+# what an encoder reads are also named in `SEQ2SEQ`.
 PROTOCOLS: dict[str, Protocol] = {
     "blocks": blocks,
     "window": window,
     "wikitext2": wikitext2,
     "rolling": rolling,
 }
+SEQ2SEQ: frozenset[str] = frozenset()
 
 
 def choose_bos(tokenizer: PreTrainedTokenizerBase, protocol: str, policy: str) -> int | None:

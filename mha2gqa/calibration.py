@@ -1,7 +1,7 @@
 """What the attention of a model sees on text: one pass, streaming float64 moments, no activation kept.
 
-For each attention module, with x̂ = [x; 1] the input of keys and values: E[x̂ x̂ᵀ]; the same of the
-attention-averaged input x̃_h = Σ_t a_h,t x̂_t, summed over heads without forming it per head
+For each attention module, with x̂ = [x; 1] the input of keys and values: E[x̂ x̂ᵀ], where a token counts
+half for being there and half for the attention it receives; the same of the attention-averaged input x̃_h = Σ_t a_h,t x̂_t, summed over heads without forming it per head
 (Σ_h (P_h X)ᵀ(P_h X) = Xᵀ (Σ_h P_hᵀ P_h) X); and E[q qᵀ] of the queries as attention uses them.
 """
 
@@ -34,7 +34,8 @@ class SiteStatistics:
     """Moments of one attention module; float64, n = D + 1.
 
     Args:
-        inputs: `[n, n]` second moment of [x; 1], what keys and values are made of.
+        inputs: `[n, n]` second moment of [x; 1], what keys and values are made of; a token weighs
+            (1 + attention received from a query, relative to the mean) / 2.
         mixed: `[n, n]` mean over heads of the second moment of the attention-averaged [x; 1]; None where
             the model's class does not let its attention be observed.
         queries: `[H, d, d]` second moment of each head's queries (a rotation of RoPE planes keeps plane
@@ -172,21 +173,20 @@ class _Accumulator:
         self.tokens = self.read = 0
         self.cross = False
         self.current: Tensor | None = None  # [B, S, n] of the pass that is running
+        self.received: Tensor | None = None  # [B, S] attention received in it
 
     def see(self, states: Tensor, cross: bool) -> None:
         """Inputs of keys and values, `[B, S, D]`."""
         x = states.detach().to(torch.float64)
         self.current = torch.cat([x, x.new_ones(*x.shape[:2], 1)], 2)
-        flat = self.current.flatten(0, 1)
-        gram = flat.T @ flat
-        self.inputs = gram if self.inputs is None else self.inputs.add_(gram)
-        self.tokens += len(flat)
+        self.received = None
         self.cross = cross
 
     def attend(self, queries: Tensor, weights: Tensor) -> None:
         """Queries `[B, H, T, d]` and attention weights `[B, H, T, S]`."""
         assert self.current is not None
         scores = weights.detach().flatten(1, 2).float()  # [B, H T, S]
+        self.received = scores.mean(1).to(torch.float64) * scores.shape[2]  # [B, S], about 1 on average
         gram = (scores.mT @ scores).to(torch.float64) / weights.shape[1]  # [B, S, S]
         mixed = sum(x.T @ (g @ x) for g, x in zip(gram, self.current, strict=True))
         assert isinstance(mixed, Tensor)
@@ -195,6 +195,16 @@ class _Accumulator:
         self.mixed = mixed if self.mixed is None else self.mixed.add_(mixed)
         self.queries = second if self.queries is None else self.queries.add_(second)
         self.read += queries.shape[0] * queries.shape[2]
+
+    def leave(self) -> None:
+        """The call is over."""
+        assert self.current is not None
+        flat = self.current.flatten(0, 1)
+        weighted = flat if self.received is None else flat * ((1 + self.received) / 2).flatten()[:, None]
+        gram = weighted.T @ flat
+        self.inputs = gram if self.inputs is None else self.inputs.add_(gram)
+        self.tokens += len(flat)
+        self.current = self.received = None
 
     def finish(self) -> SiteStatistics:
         """Means over tokens."""
@@ -260,7 +270,7 @@ def observing(model: Any, modules: Mapping[str, torch.nn.Module]) -> Iterator[di
         return hook
 
     def after(*_: Any) -> None:
-        running.pop().current = None
+        running.pop().leave()
 
     AttentionInterface.register(IMPLEMENTATION, attention)
     AttentionMaskInterface.register(IMPLEMENTATION, ALL_MASK_ATTENTION_FUNCTIONS["eager"])

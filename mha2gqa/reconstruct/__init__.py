@@ -1,8 +1,10 @@
-"""After merging: make each attention module's output match the original's again, one module at a time."""
+"""After merging: closed-form refit of the output projection, then regression, one module at a time.
+
+Both models are walked side by side, block by block, on the same calibration text; what is kept is one hidden
+stream each, never all layers' activations, and nothing is ever back-propagated through the network.
+"""
 
 from .config import ReconstructConfig
-from .refit import refit
-from .regress import regress
-from .stages import SiteFit, reconstruct
+from .stages import LayerFit, reconstruct
 
-__all__ = ["ReconstructConfig", "SiteFit", "reconstruct", "refit", "regress"]
+__all__ = ["LayerFit", "ReconstructConfig", "reconstruct"]

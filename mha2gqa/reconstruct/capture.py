@@ -1,9 +1,9 @@
-"""What goes into a module and comes out of it while a whole model runs, and running it alone afterwards."""
+"""Two models walked block by block: what goes into a module, what comes out, and running it alone."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,10 +12,7 @@ from torch import Tensor, nn
 
 from ..calibration import Batch, batches, run
 
-SEQUENCES = (
-    "key_value_states",
-    "encoder_hidden_states",
-)  # inputs that differ from row to row, like the first
+SEQUENCES = ("key_value_states", "encoder_hidden_states")  # differ from row to row, like hidden states
 
 
 class _Reached(Exception):
@@ -53,34 +50,108 @@ def _arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     return Call(rows, {n: x for n, x in bound.items() if n not in rows})
 
 
-@torch.no_grad()
-def call_of(model: nn.Module, module: nn.Module, batch: Batch, *, before: bool = False) -> Call:
-    """Run `model` until `module` has run (or, with `before`, is about to) and return that call."""
-    found: list[Call] = []
+class Stream:
+    """A model's hidden states at the input of one of its blocks, batch by batch.
 
-    def enter(mod: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        found.append(_arguments(mod, args, kwargs))
-        if before:
+    Only that one stream is kept. Where blocks are no plain chain (each reading what the last one returned),
+    every look inside runs the whole model up to there instead: slower, the same numbers.
+
+    Args:
+        model: In eval mode.
+        inputs: `[N, T]` ids or keyword tensors; N must be a multiple of `size`.
+        size: Rows per batch.
+        blocks: Paths of its blocks, in order.
+    """
+
+    def __init__(self, model: nn.Module, inputs: Batch | Tensor, size: int, blocks: Sequence[str]) -> None:
+        self.model, self.size = model, size
+        self.batches = list(batches(inputs, size))
+        self.blocks, self.at = list(blocks), 0
+        self._calls = _all_calls(model, self.blocks, self.batches[0])
+        self.chained = all(
+            a.output is not None and torch.equal(a.output, next(iter(b.rows.values())))
+            for a, b in zip(self._calls, self._calls[1:], strict=False)
+        )
+        first = model.get_submodule(self.blocks[0])
+        self._rows = [self.call(first, i, before=True).rows for i in range(len(self.batches))]
+
+    @property
+    def block(self) -> nn.Module:
+        """The block whose input the stream is at."""
+        return self.model.get_submodule(self.blocks[self.at])
+
+    @torch.no_grad()
+    def advance(self) -> None:
+        """Move past the current block, as it is now."""
+        if self.chained:
+            for i, rows in enumerate(self._rows):
+                rows[next(iter(rows))] = self._through(i)
+        self.at += 1
+
+    def _through(self, i: int) -> Tensor:
+        return first_tensor(self.block(**self._rows[i], **self._calls[self.at].fixed))
+
+    @torch.no_grad()
+    def call(self, module: nn.Module, i: int, *, before: bool = False) -> Call:
+        """The call of `module`, in the current block, on batch `i`; with `before` it is not run itself."""
+        found: list[Call] = []
+
+        def enter(mod: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            found.append(_arguments(mod, args, kwargs))
+            if before:
+                raise _Reached
+
+        def leave(mod: nn.Module, args: Any, output: Any) -> None:
+            found[-1].output = first_tensor(output)
             raise _Reached
 
-    def leave(mod: nn.Module, args: Any, output: Any) -> None:
-        found[-1].output = first_tensor(output)
-        raise _Reached
+        hooks = [
+            module.register_forward_pre_hook(enter, with_kwargs=True),
+            module.register_forward_hook(leave),
+        ]
+        try:
+            if self.chained and hasattr(self, "_rows"):
+                self._through(i)
+            else:
+                run(self.model, self.batches[i])
+        except _Reached:
+            pass
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return found[-1]
 
-    hooks = [module.register_forward_pre_hook(enter, with_kwargs=True), module.register_forward_hook(leave)]
+
+@torch.no_grad()
+def _all_calls(model: nn.Module, blocks: Sequence[str], batch: Batch) -> list[Call]:
+    """How the model calls each of its blocks on a batch."""
+    calls: dict[str, Call] = {}
+    hooks = []
+
+    def watch(path: str) -> None:
+        def enter(mod: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            calls[path] = _arguments(mod, args, kwargs)
+
+        def leave(mod: nn.Module, args: Any, output: Any) -> None:
+            calls[path].output = first_tensor(output)
+
+        block = model.get_submodule(path)
+        hooks.append(block.register_forward_pre_hook(enter, with_kwargs=True))
+        hooks.append(block.register_forward_hook(leave))
+
     try:
+        for path in blocks:
+            watch(path)
         run(model, batch)
-    except _Reached:
-        pass
     finally:
         for hook in hooks:
             hook.remove()
-    return found[-1]
+    return [calls[path] for path in blocks]
 
 
 @dataclass
 class Calls:
-    """All calls of one module over a text, ready to be repeated in batches of one size.
+    """Calls of one module, ready to be repeated in batches of one size.
 
     Args:
         rows: Parameter name -> `[N, T, D]`.
@@ -107,46 +178,32 @@ class Calls:
 
 
 def gather(
-    model: nn.Module,
-    module: nn.Module,
-    inputs: Batch | Tensor,
-    size: int,
-    target_model: nn.Module,
-    target_module: nn.Module,
-    *,
-    own_inputs: bool,
+    student: Stream, module: nn.Module, teacher: Stream, target: nn.Module, own: bool, which: range
 ) -> Calls:
-    """Pair what `module` sees in `model` with what `target_module` returns in `target_model`.
+    """Pair what `module` reads with what the original's module returns.
 
     Args:
-        model, module: The student and its module.
-        inputs: `[N, T]` ids or keyword tensors; N must be a multiple of `size`.
-        size: Rows per batch.
-        target_model, target_module: The original and its module.
-        own_inputs: Whether the rows are those the student sees, or those the original sees.
+        student, module: Where the student is, and its module.
+        teacher, target: Where the original is, and its module.
+        own: Whether `module` reads what it sees in the student, or what the original's sees.
+        which: Batches.
     """
-    fixed = call_of(model, module, next(batches(inputs, size)), before=True)
-    names = list(fixed.rows)
-    kept: dict[str, list[Tensor]] = {name: [] for name in names}
+    sample = student.call(module, which[0], before=True)
+    kept: dict[str, list[Tensor]] = {name: [] for name in sample.rows}
     targets = []
-    for batch in batches(inputs, size):
-        wanted = call_of(target_model, target_module, batch)
+    for i in which:
+        wanted = teacher.call(target, i)
         assert wanted.output is not None
         targets.append(wanted.output)
-        source = call_of(model, module, batch, before=True).rows if own_inputs else wanted.rows
-        for name, x in zip(names, source.values(), strict=True):  # parameter names may differ
+        source = student.call(module, i, before=True).rows if own else wanted.rows
+        for name, x in zip(kept, source.values(), strict=True):  # parameter names may differ
             kept[name].append(x)
-    return Calls({n: torch.cat(x) for n, x in kept.items()}, fixed.fixed, torch.cat(targets), size)
+    rows = {name: torch.cat(x) for name, x in kept.items()}
+    return Calls(rows, sample.fixed, torch.cat(targets), student.size)
 
 
-def row_batches(count: int, size: int) -> Iterator[Tensor]:
-    """Index batches of exactly `size` rows (`count` is a multiple)."""
-    for start in range(0, count, size):
-        yield torch.arange(start, start + size)
-
-
-def slice_rows(inputs: Batch | Tensor, start: int, stop: int | None = None) -> Batch | Tensor:
-    """Rows of ids or of every keyword tensor."""
+def slice_rows(inputs: Batch | Tensor, stop: int) -> Batch | Tensor:
+    """The first rows of ids or of every keyword tensor."""
     if isinstance(inputs, Mapping):
-        return {name: x[start:stop] for name, x in inputs.items()}
-    return inputs[start:stop]
+        return {name: x[:stop] for name, x in inputs.items()}
+    return inputs[:stop]

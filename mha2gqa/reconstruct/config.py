@@ -7,35 +7,31 @@ from typing import Literal
 
 from ..errors import UsageError
 
-Mode = Literal["parallel", "sequential"]
-Scope = Literal["attention", "block"]
-Schedule = Literal["cosine", "linear", "constant"]
-
 
 @dataclass(frozen=True)
 class ReconstructConfig:
-    """What happens after merging, and how hard.
+    """What happens to each module after merging, and how hard to try.
 
     Args:
-        refit: Solve for each output projection in closed form.
-        ridge: Strength of the pull towards the merged output projection, in mean diagonals.
-        regress: Then train each module's projections on the original's output.
-        steps: Optimiser steps per module; 0 is no regression.
-        batch_size: Rows of text per step.
-        lr: Peak learning rate of Adam.
-        relative_lr: Whether `lr` is a fraction of each tensor's RMS instead of an absolute rate.
-        schedule: Of the learning rate after warm-up, down to zero (`constant` stays).
+        refit: Solve for the output projection in closed form.
+        ridge: Pull towards the merged output projection, in mean diagonals of the moment.
+        regress: Then train the module's projections on the original's output.
+        steps: Optimiser steps per module.
+        batch_size: Blocks of text per step.
+        learning_rate: Peak rate of Adam.
+        relative: Whether the rate is a fraction of each tensor's RMS instead of absolute.
+        schedule: Of the rate after warm-up, down to zero (`constant` stays).
         warmup: Fraction of the steps the rate rises.
         betas: Of Adam.
-        mode: `parallel` gives each module the original's inputs, `sequential` those of the student, with
-            every earlier module done.
-        scope: Match the output of the attention module, or of the block around it (its feed-forward part
-            runs along, unchanged).
+        unit: Whose output is matched: the `attention` module's, or that of the whole decoder `layer` (its
+            feed-forward part frozen), which weighs an error by what the layer makes of it.
+        inputs: What a module reads while it is fitted: the `student`'s own stream, so that it also repairs
+            the drift of the layers before it, or the `teacher`'s.
         average: Share of the last steps whose weights are averaged; 0 takes the last ones.
-        holdout: Share of the calibration rows (at least one batch) kept back to judge by.
-        check_every: Steps between looks at the held-out rows; the best weights seen are kept.
+        holdout: Share of the blocks kept aside; the best state on them wins.
+        check_every: Steps between looks at the held-out blocks.
         patience: Looks without improvement after which a module is done.
-        seed: Of the order of rows.
+        seed: Order of the blocks.
     """
 
     refit: bool = True
@@ -43,17 +39,17 @@ class ReconstructConfig:
     regress: bool = True
     steps: int = 1000
     batch_size: int = 16
-    lr: float = 3e-3
-    relative_lr: bool = False
-    schedule: Schedule = "cosine"
-    warmup: float = 0.05
+    learning_rate: float = 3e-3
+    relative: bool = False
+    schedule: Literal["cosine", "linear", "constant"] = "linear"
+    warmup: float = 0.02
     betas: tuple[float, float] = (0.9, 0.99)
-    mode: Mode = "parallel"
-    scope: Scope = "attention"
+    unit: Literal["attention", "layer"] = "attention"
+    inputs: Literal["student", "teacher"] = "student"
     average: float = 0.0
-    holdout: float = 0.0625
-    check_every: int = 100
-    patience: int = 5
+    holdout: float = 0.05
+    check_every: int = 50
+    patience: int = 6
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -61,7 +57,7 @@ class ReconstructConfig:
             ("ridge", self.ridge > 0),
             ("steps", self.steps >= 0),
             ("batch_size", self.batch_size >= 1),
-            ("lr", self.lr > 0),
+            ("learning_rate", self.learning_rate > 0),
             ("warmup", 0 <= self.warmup < 1),
             ("average", 0 <= self.average <= 1),
             ("holdout", 0 < self.holdout < 1),

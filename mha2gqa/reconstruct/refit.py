@@ -2,29 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor, nn
 
-from ..calibration import Batch, batches
-from .capture import call_of
-
-
-def _pairs(
-    model: nn.Module,
-    module: nn.Module,
-    target_model: nn.Module,
-    target: nn.Module,
-    inputs: Batch | Tensor,
-    size: int,
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Inputs `[B T, H e]` of the student's output projection and outputs `[B T, D]` of the original's."""
-    for batch in batches(inputs, size):
-        z = next(iter(call_of(model, module, batch, before=True).rows.values()))
-        y = call_of(target_model, target, batch).output
-        assert y is not None
-        yield z.flatten(0, -2), y.flatten(0, -2)
+from .capture import Stream
 
 
 def ridge_solution(gram: Tensor, cross: Tensor, prior: Tensor, ridge: float, free: int = 0) -> Tensor:
@@ -49,28 +30,23 @@ def ridge_solution(gram: Tensor, cross: Tensor, prior: Tensor, ridge: float, fre
 
 @torch.no_grad()
 def refit(
-    student: nn.Module,
+    student: Stream,
     module: nn.Module,
-    teacher: nn.Module,
+    teacher: Stream,
     target: nn.Module,
-    inputs: Batch | Tensor,
+    which: range,
     *,
     transposed: bool = False,
     ridge: float = 1e-3,
-    batch_size: int = 8,
-) -> tuple[float, float]:
+) -> None:
     """Refit an output projection in place: ridge least squares onto the original's output.
 
     Args:
-        student, module: The student and its output projection (a linear layer).
-        teacher, target: The original and its output projection.
-        inputs: `[N, T]` ids or keyword tensors.
+        student, module: Where the student is, and its output projection (a linear layer).
+        teacher, target: Where the original is, and its output projection.
+        which: Batches.
         transposed: Whether weights are stored `[in, out]`.
         ridge: See `ReconstructConfig`.
-        batch_size: Rows per pass.
-
-    Returns:
-        Relative squared error of the output on these rows, before and after.
     """
     weight: Tensor = module.weight  # type: ignore[assignment]
     bias: Tensor | None = getattr(module, "bias", None)
@@ -79,24 +55,16 @@ def refit(
         prior = torch.cat([prior, bias.to(torch.float64)[None]])
     n, width = prior.shape
     gram, cross = prior.new_zeros(n, n), prior.new_zeros(n, width)
-    energy, total, count = prior.new_zeros(()), prior.new_zeros(width), 0
-    for z, y in _pairs(student, module, teacher, target, inputs, batch_size):
-        z, y = z.to(torch.float64), y.to(torch.float64)
+    for i in which:
+        z = next(iter(student.call(module, i, before=True).rows.values())).flatten(0, -2).to(torch.float64)
+        y = teacher.call(target, i).output
+        assert y is not None
         if bias is not None:
             z = torch.cat([z, z.new_ones(len(z), 1)], 1)
         gram += z.T @ z
-        cross += z.T @ y
-        energy += y.square().sum()
-        total += y.sum(0)
-        count += len(y)
+        cross += z.T @ y.flatten(0, -2).to(torch.float64)
     solution = ridge_solution(gram, cross, prior, ridge, free=0 if bias is None else 1)
-    spread = (energy - total.square().sum() / count).clamp_min(1e-300)  # variance around the mean output
-
-    def error(w: Tensor) -> float:
-        return float((energy - 2 * (w * cross).sum() + (w * (gram @ w)).sum()).clamp_min(0) / spread)
-
     new = solution if bias is None else solution[:-1]
     weight.copy_((new if transposed else new.T).to(weight.dtype))
     if bias is not None:
         bias.copy_(solution[-1].to(bias.dtype))
-    return error(prior), error(solution)

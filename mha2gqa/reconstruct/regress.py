@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from ..errors import TrainingError
-from .capture import Calls, row_batches
+from .capture import Calls
 from .config import ReconstructConfig
-
-Report = Callable[[int, int], None]  # (steps done, steps)
 
 
 def rate(step: int, config: ReconstructConfig) -> float:
@@ -50,7 +47,7 @@ def _autocast(like: Tensor) -> contextlib.AbstractContextManager[object]:
 def relative_error(module: nn.Module, calls: Calls) -> float:
     """Squared error over the target's variance, on all rows."""
     total = 0.0
-    for index in row_batches(len(calls), calls.size):
+    for index in torch.arange(len(calls)).split(calls.size):
         with _autocast(calls.target):
             out = calls.output(module, index)
         total += float(mse_loss(out.float(), calls.target[index].float())) * len(index)
@@ -64,7 +61,7 @@ def _optimizer(
     peaks = []
     for p in parameters:
         size = float(p.detach().float().square().mean().sqrt())
-        peaks.append(config.lr * (size or 1e-2) if config.relative_lr else config.lr)
+        peaks.append(config.learning_rate * (size or 1e-2) if config.relative else config.learning_rate)
     groups = [{"params": [p], "lr": peak} for p, peak in zip(parameters, peaks, strict=True)]
     fused = parameters[0].device.type == "cuda"
     return torch.optim.Adam(groups, betas=config.betas, fused=fused), peaks
@@ -76,36 +73,26 @@ def regress(
     train: Calls,
     held_out: Calls,
     config: ReconstructConfig,
-    report: Report | None = None,
-) -> tuple[float, float]:
+) -> int:
     """Train `parameters` of `module` until it returns its targets; the best weights seen are kept.
 
     Args:
         module: What is run: an attention module, or the block around it.
-        parameters: What is trained, float32.
+        parameters: What is trained, float32; nothing else of the module may require gradients.
         train, held_out: Rows and targets.
         config: Steps, rate, patience.
-        report: Called now and then with `(steps done, steps)`.
 
     Returns:
-        Relative error on the held-out rows, before and after (never worse).
-
-    Raises:
-        TrainingError: The loss is not finite.
+        Steps made.
     """
-    frozen = [p for p in module.parameters() if p.requires_grad]
-    for p in frozen:
-        p.requires_grad_(False)
     for p in parameters:
         p.requires_grad_(True)
     try:
-        return _fit(module, parameters, train, held_out, config, report)
+        return _fit(module, parameters, train, held_out, config)
     finally:
         for p in parameters:
             p.requires_grad_(False)
             p.grad = None
-        for p in frozen:
-            p.requires_grad_(True)
 
 
 def _fit(
@@ -114,10 +101,9 @@ def _fit(
     train: Calls,
     held_out: Calls,
     config: ReconstructConfig,
-    report: Report | None,
-) -> tuple[float, float]:
-    before = relative_error(module, held_out)
-    best, kept, waited = before, [p.detach().clone() for p in parameters], 0
+) -> int:
+    best, waited = relative_error(module, held_out), 0
+    kept, step = [p.detach().clone() for p in parameters], -1
     optimizer, peaks = _optimizer(parameters, config)
     order = row_order(len(train), train.size, config.seed)
     averaged: list[Tensor] = []
@@ -125,7 +111,7 @@ def _fit(
     for step in range(config.steps):
         for group, peak in zip(optimizer.param_groups, peaks, strict=True):
             group["lr"] = peak * rate(step, config)
-        index = next(order)
+        index = next(order).to(train.target.device)
         with _autocast(train.target):
             out = train.output(module, index)
         loss = mse_loss(out.float(), train.target[index].float()) / train.scale
@@ -137,21 +123,15 @@ def _fit(
         if (step + 1) % config.check_every == 0 or step + 1 == config.steps:
             with _swapped(parameters, averaged):
                 now = relative_error(module, held_out)
-                if not math.isfinite(now):
-                    raise TrainingError(
-                        "the loss is not finite", where="reconstruct", fix="choose a smaller lr"
-                    )
                 waited = 0 if now < best else waited + 1
                 if now < best:
                     best, kept = now, [p.detach().clone() for p in parameters]
-            if report:
-                report(step + 1, config.steps)
-            if waited >= config.patience:
+            if waited >= config.patience or not math.isfinite(now):
                 break
     with torch.no_grad():
         for p, x in zip(parameters, kept, strict=True):
             p.copy_(x)
-    return before, best
+    return step + 1
 
 
 @torch.no_grad()

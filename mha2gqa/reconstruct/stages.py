@@ -1,9 +1,11 @@
-"""The stages after merging, for a whole model: refit, then regression, module after module."""
+"""The stages after merging, for a whole model: both models are walked side by side, block by block."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,139 +14,152 @@ from torch import Tensor, nn
 from ..architectures import AttentionSite, AttentionSpec, find_sites
 from ..calibration import Batch, site_key
 from ..errors import DataError
-from .capture import gather, slice_rows
+from .capture import Stream, gather, slice_rows
 from .config import ReconstructConfig
 from .refit import refit
 from .regress import regress
 
-Progress = Callable[[str, int, int], None]  # stage, done, in all
+Progress = Callable[["LayerFit"], None]
 
 
 @dataclass(frozen=True)
-class SiteFit:
-    """How close one module came to the original's output.
+class LayerFit:
+    """One attention module before and after.
 
     Args:
         path: The module in the student.
-        merged, refitted: Relative squared error of the attention output on the rows used, at the student's
-            own inputs, before and after the refit; None if it was not run.
-        before, after: Relative squared error on held-out rows, before and after the regression.
+        before: Error of its output on held-out blocks, relative to the original's variance, each model on
+            its own stream.
+        refitted: The same after the closed-form refit (None: not made).
+        after: The same at the end.
+        steps: Regression steps made.
     """
 
     path: str
-    merged: float | None = None
-    refitted: float | None = None
-    before: float | None = None
-    after: float | None = None
+    before: float
+    refitted: float | None
+    after: float
+    steps: int
 
 
 @dataclass(frozen=True)
 class _Pair:
-    """One module in both models."""
+    """One module in both models, by path."""
 
     site: AttentionSite
-    teacher: str
-    projection: str
-    teacher_projection: str
+    teacher: AttentionSite
+
+
+def reconstruct(
+    teacher: Any,
+    student: Any,
+    spec: AttentionSpec,
+    inputs: Batch | Tensor,
+    config: ReconstructConfig | None = None,
+    progress: Progress | None = None,
+    *,
+    student_spec: AttentionSpec | None = None,
+) -> list[LayerFit]:
+    """Fit every attention module of `student` to what `teacher` computes; `student` changes in place.
+
+    Args:
+        teacher: The original model, left as it is.
+        student: The merged model, on the same device.
+        spec: The original's architecture.
+        inputs: Token ids `[N, T]`, or keyword tensors of both models' forward with N rows each.
+        config: Which stages, and how hard.
+        progress: Called after each module.
+        student_spec: The student's architecture, where it is another.
+
+    Returns:
+        One entry per module, in the order they were fitted.
+
+    Raises:
+        DataError: Fewer than two batches of blocks, or activations that are not finite.
+
+    Example:
+        >>> fits = reconstruct(teacher, student, spec, blocks[:, :-1])  # doctest: +SKIP
+    """
+    config = config or ReconstructConfig()
+    train, held_out = split_batches(inputs, config)
+    inputs = slice_rows(inputs, held_out.stop * config.batch_size)
+    pairs = _pairs(teacher, student, spec, student_spec or spec)
+    fits = []
+    with _frozen(teacher, student):
+        size = config.batch_size
+        walk = _Walk(
+            Stream(student, inputs, size, _blocks(student, [pair.site for pair in pairs])),
+            Stream(teacher, inputs, size, _blocks(teacher, [pair.teacher for pair in pairs])),
+            (spec, student_spec or spec),
+            (train, held_out),
+            config,
+        )
+        last = len(walk.student.blocks) - 1
+        for i, block in enumerate(walk.student.blocks):
+            for pair in pairs:
+                if pair.site.path.startswith(f"{block}."):
+                    fits.append(walk.visit(pair))
+                    if progress:
+                        progress(fits[-1])
+            if i < last:
+                walk.student.advance()
+                walk.teacher.advance()
+    return fits
+
+
+def split_batches(inputs: Batch | Tensor, config: ReconstructConfig) -> tuple[range, range]:
+    """Batches to fit and batches to judge by: the last ones.
+
+    Raises:
+        DataError: There are fewer than two batches of blocks.
+    """
+    rows = inputs if isinstance(inputs, Tensor) else next(iter(inputs.values()))
+    whole = len(rows) // config.batch_size
+    if whole < 2:
+        raise DataError(
+            f"{len(rows)} blocks of {rows.shape[1]} tokens, two batches of {config.batch_size} are needed",
+            where="--calibration",
+            fix="give more text, or --no-refit --no-reconstruct",
+        )
+    held = max(1, round(whole * config.holdout))
+    return range(whole - held), range(whole - held, whole)
 
 
 def _pairs(
     teacher: nn.Module, student: nn.Module, spec: AttentionSpec, student_spec: AttentionSpec
 ) -> list[_Pair]:
     original = {site_key(site): site for site in find_sites(spec, teacher.state_dict().keys())}
+    sites = find_sites(student_spec, student.state_dict().keys())
     # In a layer, cross-attention comes after self-attention and sees what that made.
-    sites = sorted(
-        find_sites(student_spec, student.state_dict().keys()), key=lambda s: (s.layer, s.kind != "self")
-    )
-    return [
-        _Pair(site, original[key].path, f"{site.path}.{student_spec.o}", f"{original[key].path}.{spec.o}")
-        for site in sites
-        if (key := site_key(site)) in original
-    ]
+    sites = sorted(sites, key=lambda s: (s.layer, s.kind != "self"))
+    return [_Pair(site, original[site_key(site)]) for site in sites if site_key(site) in original]
 
 
-def reconstruct(
-    teacher: Any,
-    student: Any,
-    inputs: Batch | Tensor,
-    config: ReconstructConfig,
-    *,
-    spec: AttentionSpec,
-    student_spec: AttentionSpec | None = None,
-    progress: Progress | None = None,
-) -> list[SiteFit]:
-    """Refit and regress every attention module of `student`, in place.
-
-    Args:
-        teacher: The original model, in eval mode; not changed.
-        student: The merged model, in eval mode, on the same device.
-        inputs: `[N, T]` token ids, or keyword tensors of both models' forward with N rows each.
-        config: Which stages, and how hard.
-        spec: The original's architecture.
-        student_spec: The student's, where it is another.
-        progress: Called with stage, modules (or steps) done, and how many there are.
-
-    Returns:
-        One entry per module, in layer order.
-
-    Raises:
-        DataError: Not even two batches of rows.
-
-    Example:
-        >>> fits = reconstruct(teacher, student, blocks[:, :-1], ReconstructConfig(), spec=spec)  # doctest: +SKIP
-    """
-    train, held_out = split_rows(inputs, config)
-    pairs = _pairs(teacher, student, spec, student_spec or spec)
-    fits = {pair.site.path: SiteFit(pair.site.path) for pair in pairs}
-    if config.refit:
-        for done, pair in enumerate(pairs, 1):
-            before, after = refit(
-                student,
-                student.get_submodule(pair.projection),
-                teacher,
-                teacher.get_submodule(pair.teacher_projection),
-                train,
-                transposed=(student_spec or spec).transposed,
-                ridge=config.ridge,
-                batch_size=config.batch_size,
-            )
-            fits[pair.site.path] = SiteFit(pair.site.path, before, after)
-            if progress:
-                progress("refit", done, len(pairs))
-    if config.regress and config.steps:
-        for done, pair in enumerate(pairs):
-            say = _steps(progress, done, len(pairs))
-            before, after = _regress_pair(
-                teacher, student, pair, train, held_out, config, student_spec or spec, say
-            )
-            last = fits[pair.site.path]
-            fits[pair.site.path] = SiteFit(last.path, last.merged, last.refitted, before, after)
-    return list(fits.values())
+def _blocks(model: nn.Module, sites: list[AttentionSite]) -> list[str]:
+    """Paths of all blocks of the stack that holds `sites`, those without attention included."""
+    site = sites[0]
+    match = re.match(rf"(?:.*?\.)?(?={site.layer}\.)", site.path)
+    assert match is not None, site.path
+    container = match.group().removesuffix(".")
+    return [f"{container}.{name}" for name, _ in model.get_submodule(container).named_children()]
 
 
-def _steps(progress: Progress | None, site: int, sites: int) -> Callable[[int, int], None] | None:
-    if progress is None:
-        return None
-    return lambda done, steps: progress("reconstruct", site * steps + done, sites * steps)
-
-
-def split_rows(inputs: Batch | Tensor, config: ReconstructConfig) -> tuple[Batch | Tensor, Batch | Tensor]:
-    """Rows to fit and rows to judge by, both whole batches; the last rows are held out.
-
-    Raises:
-        DataError: There are fewer than two batches of rows.
-    """
-    rows = inputs if isinstance(inputs, Tensor) else next(iter(inputs.values()))
-    whole = len(rows) // config.batch_size
-    if whole < 2:
-        raise DataError(
-            f"{len(rows)} blocks of calibration text, at least {2 * config.batch_size} are needed",
-            where="--calibration",
-            fix="give more text, or switch reconstruct and refit off",
-        )
-    held = max(1, round(whole * config.holdout)) * config.batch_size
-    train = whole * config.batch_size - held
-    return slice_rows(inputs, 0, train), slice_rows(inputs, train, train + held)
+@contextmanager
+def _frozen(*models: nn.Module) -> Iterator[None]:
+    """Models in eval mode, no gradients but those asked for; restored afterwards."""
+    wanted = [(p, p.requires_grad) for model in models for p in model.parameters()]
+    modes = [(model, model.training) for model in models]
+    for p, _ in wanted:
+        p.requires_grad_(False)
+    for model in models:
+        model.eval()
+    try:
+        yield
+    finally:
+        for p, value in wanted:
+            p.requires_grad_(value)
+        for model, mode in modes:
+            model.train(mode)
 
 
 def trained_parameters(module: nn.Module, site: AttentionSite) -> list[nn.Parameter]:
@@ -157,36 +172,85 @@ def trained_parameters(module: nn.Module, site: AttentionSite) -> list[nn.Parame
     return [p for name, p in module.named_parameters() if name in wanted]
 
 
-def _regress_pair(
-    teacher: nn.Module,
-    student: nn.Module,
-    pair: _Pair,
-    train: Batch | Tensor,
-    held_out: Batch | Tensor,
-    config: ReconstructConfig,
-    spec: AttentionSpec,
-    report: Callable[[int, int], None] | None,
-) -> tuple[float, float]:
-    """Regression of one module, in float32, cast back at the end."""
-    attention = student.get_submodule(pair.site.path)
-    path, target = pair.site.path, pair.teacher
-    if config.scope == "block":
-        path, target = path.rpartition(".")[0], target.rpartition(".")[0]
-    module = student.get_submodule(path)
-    own = config.mode == "sequential"
-    calls = [
-        gather(
-            student, module, rows, config.batch_size, teacher, teacher.get_submodule(target), own_inputs=own
+@dataclass
+class _Walk:
+    """Both models at the input of the same block.
+
+    Args:
+        student, teacher: Their streams.
+        specs: Of the teacher and of the student.
+        split: Batches to fit, and to judge by.
+        config: What to do.
+    """
+
+    student: Stream
+    teacher: Stream
+    specs: tuple[AttentionSpec, AttentionSpec]
+    split: tuple[range, range]
+    config: ReconstructConfig
+
+    def visit(self, pair: _Pair) -> LayerFit:
+        """Fit one module of the current block."""
+        before = self.error(pair)
+        if before != before:
+            raise DataError(
+                "activations are not finite",
+                where=pair.site.path,
+                fix="load the model in bfloat16 or float32",
+            )
+        fit = LayerFit(pair.site.path, before, None, before, 0)
+        if self.config.refit:
+            self._refit(pair)
+            refitted = self.error(pair)
+            fit = replace(fit, refitted=refitted, after=refitted)
+        if self.config.regress and self.config.steps:
+            steps = self._regress(pair)
+            fit = replace(fit, after=self.error(pair), steps=steps)
+        return fit
+
+    def error(self, pair: _Pair) -> float:
+        """Squared error of the attention output over the original's variance, on held-out batches."""
+        mine = self.student.model.get_submodule(pair.site.path)
+        original = self.teacher.model.get_submodule(pair.teacher.path)
+        made, wanted = [], []
+        for i in self.split[1]:
+            x, y = self.student.call(mine, i).output, self.teacher.call(original, i).output
+            assert x is not None and y is not None
+            made.append(x.flatten(0, -2).double())
+            wanted.append(y.flatten(0, -2).double())
+        y = torch.cat(wanted)
+        spread = (y - y.mean(0)).square().sum().clamp_min(1e-300)
+        return float((torch.cat(made) - y).square().sum() / spread)
+
+    def _refit(self, pair: _Pair) -> None:
+        spec, own = self.specs
+        refit(
+            self.student,
+            self.student.model.get_submodule(f"{pair.site.path}.{own.o}"),
+            self.teacher,
+            self.teacher.model.get_submodule(f"{pair.teacher.path}.{spec.o}"),
+            self.split[0],
+            transposed=own.transposed,
+            ridge=self.config.ridge,
         )
-        for rows in (train, held_out)
-    ]
-    parameters = trained_parameters(attention, pair.site)
-    dtypes = [p.dtype for p in parameters]
-    for p in parameters:
-        p.data = p.data.float()
-    try:
-        with torch.enable_grad():
-            return regress(module, parameters, calls[0], calls[1], config, report)
-    finally:
-        for p, dtype in zip(parameters, dtypes, strict=True):
-            p.data = p.data.to(dtype)
+
+    def _regress(self, pair: _Pair) -> int:
+        """Regression in float32, cast back at the end; returns the steps made."""
+        attention = self.student.model.get_submodule(pair.site.path)
+        module, target = attention, self.teacher.model.get_submodule(pair.teacher.path)
+        if self.config.unit == "layer":
+            module, target = self.student.block, self.teacher.block
+        own = self.config.inputs == "student"
+        train, held_out = (
+            gather(self.student, module, self.teacher, target, own, which) for which in self.split
+        )
+        parameters = trained_parameters(attention, pair.site)
+        dtypes = [p.dtype for p in parameters]
+        for p in parameters:
+            p.data = p.data.float()
+        try:
+            with torch.enable_grad():
+                return regress(module, parameters, train, held_out, self.config)
+        finally:
+            for p, dtype in zip(parameters, dtypes, strict=True):
+                p.data = p.data.to(dtype)

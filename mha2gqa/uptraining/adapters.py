@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..architectures import AttentionSite, find_sites, find_spec
-from ..errors import UnsupportedModelError
+from ..errors import TrainingError, UnsupportedModelError, UsageError
+from .budget import UptrainConfig
+
+logger = logging.getLogger(__name__)
+
+POOLED = ("k.", "v.", "qkv.")  # roles whose tensors hold shared heads: they need most repair
+LOW_RANK = ("q.", "o.")
+EXACT = 1e-4  # largest logit difference a merge in float32 may make, relative to the logits' spread
 
 
 def attention_sites(model: Any, config: Mapping[str, Any]) -> list[AttentionSite]:
@@ -19,7 +31,7 @@ def attention_sites(model: Any, config: Mapping[str, Any]) -> list[AttentionSite
     Raises:
         UnsupportedModelError: None is found.
     """
-    sites = find_sites(find_spec(config), model.state_dict())
+    sites = find_sites(find_spec(config).in_memory(), model.state_dict())
     if not sites:
         raise UnsupportedModelError(
             "no attention projections found by name", where=type(model).__name__, fix="train all"
@@ -37,3 +49,142 @@ def train_attention_only(model: Any, config: Mapping[str, Any]) -> list[str]:
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in names)
     return sorted(names)
+
+
+@dataclass(frozen=True)
+class AdapterPlan:
+    """Which modules get what.
+
+    Args:
+        full: Modules trained whole: pooled K/V (the fused projection where there is one), their norms.
+        low_rank: Modules that get LoRA.
+    """
+
+    full: tuple[str, ...]
+    low_rank: tuple[str, ...]
+
+
+def plan_adapter(model: Any, config: Mapping[str, Any]) -> AdapterPlan:
+    """Map q, k, v and o to the modules a model really has.
+
+    A fused projection holds the pooled heads, so it is trained whole and only the output projection
+    stays low-rank.
+    """
+    full: dict[str, None] = {}
+    low: dict[str, None] = {}
+    for site in attention_sites(model, config):
+        for role, name in site.names.items():
+            module = name.rpartition(".")[0]
+            (low if role.startswith(LOW_RANK) else full)[module] = None
+    return AdapterPlan(tuple(full), tuple(low))
+
+
+def add_adapter(model: Any, config: Mapping[str, Any], run: UptrainConfig) -> Any:
+    """Wrap a model for LoRA training.
+
+    Args:
+        model: The float32 student.
+        config: Its raw config.
+        run: `lora_r`, `lora_alpha`, `lora_dropout`, `seed`.
+
+    Returns:
+        A `peft.PeftModel`, whose pooled keys and values train in full.
+
+    Raises:
+        UsageError: peft is not installed.
+        TrainingError: peft did not wrap what was asked for.
+    """
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise UsageError("needs the package peft", where="train lora", fix="pip install peft") from error
+    plan = plan_adapter(model, config)
+    torch.manual_seed(run.seed)
+    wrapped = get_peft_model(
+        model,
+        LoraConfig(
+            r=run.lora_r,
+            lora_alpha=run.lora_alpha,
+            lora_dropout=run.lora_dropout,
+            target_modules=list(plan.low_rank),
+            modules_to_save=list(plan.full),
+            bias="none",
+            task_type=None,
+        ),
+    )
+    _check_wrapped(wrapped, plan)
+    moving = [name for name, p in wrapped.named_parameters() if p.requires_grad]
+    logger.info(
+        "training %d tensors: %d modules in full (%s, …), %d by LoRA of rank %d (%s, …)",
+        len(moving),
+        len(plan.full),
+        plan.full[0],
+        len(plan.low_rank),
+        run.lora_r,
+        plan.low_rank[0],
+    )
+    return wrapped
+
+
+def _check_wrapped(wrapped: Any, plan: AdapterPlan) -> None:
+    """peft drops LoRA silently where a module is also trained in full: every module must move."""
+    moving = [name for name, p in wrapped.named_parameters() if p.requires_grad]
+    wanted = [f"{m}.lora_A." for m in plan.low_rank] + [f"{m}.modules_to_save." for m in plan.full]
+    lost = [path for path in wanted if not any(path in name for name in moving)]
+    if lost:
+        raise TrainingError(
+            f"peft does not train {', '.join(lost[:3])}", where="train lora", fix="use train attention"
+        )
+
+
+@torch.no_grad()
+def merge_adapter(wrapped: Any, folder: Path, name: str, stored: torch.dtype) -> tuple[Any, dict[str, float]]:
+    """Save the adapter, merge it in float32, and prove that the merged model is the adapter model.
+
+    Args:
+        wrapped: The trained `PeftModel`, float32.
+        folder: Where the adapter goes.
+        name: The checkpoint it belongs to.
+        stored: The dtype the merged weights will be stored in.
+
+    Returns:
+        The merged model, and the largest logit differences to the adapter model relative to the logits'
+        spread: `exact` in float32, `stored` after rounding to `stored`.
+
+    Raises:
+        TrainingError: They differ.
+    """
+    wrapped.eval()
+    wrapped.peft_config["default"].base_model_name_or_path = name
+    wrapped.save_pretrained(folder)
+    device = next(wrapped.parameters()).device
+    width = min(64, wrapped.config.get_text_config().vocab_size)
+    ids = torch.arange(width, device=device)[None]
+    before = wrapped(input_ids=ids, use_cache=False).logits.float()
+    merged = wrapped.merge_and_unload()
+    difference = {"exact": _difference(merged, ids, before)}
+    rounded = {n: p.detach().to("cpu", stored) for n, p in merged.named_parameters()}
+    kept = {n: p.detach().to("cpu", copy=True) for n, p in merged.named_parameters()}
+    for n, p in merged.named_parameters():
+        p.copy_(rounded[n])
+    difference["stored"] = _difference(merged, ids, before)
+    for n, p in merged.named_parameters():
+        p.copy_(kept[n])
+    if not difference["exact"] <= EXACT:
+        raise TrainingError(
+            f"merging changed the logits by {difference['exact']:.2g} of their spread",
+            where=folder,
+            fix="the adapter is kept there; load it with peft",
+        )
+    logger.info(
+        "merged adapter: logits within %.1e of their spread, %.1e after rounding to %s",
+        difference["exact"],
+        difference["stored"],
+        str(stored).removeprefix("torch."),
+    )
+    return merged, difference
+
+
+def _difference(model: Any, ids: torch.Tensor, wanted: torch.Tensor) -> float:
+    logits = model(input_ids=ids, use_cache=False).logits.float()
+    return float((logits - wanted).abs().max() / wanted.std().clamp_min(1e-12))

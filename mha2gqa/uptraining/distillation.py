@@ -116,6 +116,8 @@ def attached(model: Any, spec: Objective, teacher: Teacher | None = None) -> Ite
     Yields:
         The student's output head, None where its own logits are used.
     """
+    if hasattr(model, "get_base_model"):  # peft hands inputs through to the model inside
+        model = model.get_base_model()
     head = find_head(model)
     own_forward = model.forward
     base = getattr(model, model.base_model_prefix)

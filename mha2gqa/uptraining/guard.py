@@ -165,8 +165,8 @@ def stop_signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def flops_per_token(model: Any, window: int) -> float:
-    """Forward and backward FLOPs of one token: 6 per weight that multiplies, 12 L H d T for attention.
+def forward_flops(model: Any, window: int) -> float:
+    """Forward FLOPs of one token: 2 per weight that multiplies, 4 L H d T for attention.
 
     An untied input embedding is only looked up and does not count. Attention counts the whole square,
     as is usual for MFU, though a causal kernel does half of it.
@@ -176,10 +176,19 @@ def flops_per_token(model: Any, window: int) -> float:
     weights = sum(p.numel() for p in model.parameters())
     if head is not None and embedding is not None and head.weight is not embedding.weight:
         weights -= embedding.weight.numel()
-    width = getattr(config, "num_attention_heads", 0) * (
-        getattr(config, "head_dim", None) or config.hidden_size // max(1, config.num_attention_heads)
-    )
-    return 6.0 * weights + 12.0 * config.num_hidden_layers * width * window
+    heads = getattr(config, "num_attention_heads", 0)
+    width = heads * (getattr(config, "head_dim", None) or config.hidden_size // max(1, heads))
+    return 2.0 * weights + 4.0 * config.num_hidden_layers * width * window
+
+
+def flops_per_token(model: Any, window: int) -> float:
+    """Forward and backward FLOPs of one token: thrice the forward pass, less 2 per frozen weight."""
+    embedding = model.get_input_embeddings()
+    head = model.get_output_embeddings()
+    frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
+    if embedding is not None and head is not None and head.weight is not embedding.weight:
+        frozen -= 0 if embedding.weight.requires_grad else embedding.weight.numel()
+    return 3 * forward_flops(model, window) - 2.0 * frozen
 
 
 def peak_flops(device: torch.device) -> float | None:

@@ -15,10 +15,10 @@ import torch
 
 from ..checkpoint import MANIFEST, Checkpoint, open_checkpoint, read_json
 from ..errors import TrainingError, UsageError
-from ..loading import load_config_json, load_model, load_tokenizer, resolve_device, text_config
+from ..loading import load_config_json, load_model, load_tokenizer, resolve_device, stored_dtype, text_config
 from ..results import Result
 from ..writer import check_output
-from .adapters import train_attention_only
+from .adapters import add_adapter, merge_adapter, train_attention_only
 from .batches import BlockOrder, Blocks, Collator
 from .budget import Budget, UptrainConfig, plan_budget
 from .compiling import compile_layers, undo_compile, worth_compiling
@@ -51,6 +51,8 @@ class UptrainResult(Result):
         seconds: Wall time of this process.
         notices: What the user should know.
         worse: Whether the held-out loss ended above where it started.
+        merge: LoRA: largest logit differences between adapter and merged model, see `merge_adapter`.
+        finished_before: Whether this call only read the result of an earlier one.
     """
 
     command: ClassVar[str] = "uptrain"
@@ -67,6 +69,7 @@ class UptrainResult(Result):
     seconds: float = 0.0
     notices: list[str] = field(default_factory=list)
     worse: bool | None = None
+    merge: dict[str, float] | None = None
     finished_before: bool = False
 
 
@@ -204,6 +207,7 @@ class Trained:
     start: float | None
     end: float | None
     adapter: Path | None = None
+    merge: dict[str, float] | None = None
 
     def wait(self) -> None:
         """Wait for the other processes."""
@@ -231,7 +235,9 @@ def _train_checkpoint(
         moving = train_attention_only(student, source.config)
         logger.info("training %d attention tensors: %s, …", len(moving), ", ".join(moving[:4]))
     elif config.train == "lora":
-        raise UsageError("is not built yet", where="train lora", fix="use train attention")
+        if args.fsdp:
+            raise UsageError("is not possible with fsdp", where="train lora", fix="use torchrun without fsdp")
+        student = add_adapter(student, source.config, config)
     teacher = None
     if teacher_name is not None:
         check_tokenizers(tokenizer, load_tokenizer(teacher_name, consent), teacher_name)
@@ -249,7 +255,14 @@ def _train_checkpoint(
         corpus = load_corpus(config, budget, tokenizer, workspace.root, source_vocabulary(student))
     if corpus.held_out is None:
         args.eval_strategy = "no"
-    return train(student, args, config, budget, corpus, teacher, workspace, notices)
+    trained = train(student, args, config, budget, corpus, teacher, workspace, notices)
+    if config.train == "lora" and trained.state is not None:
+        trained.adapter = workspace.root / "adapter"
+        trained.model, trained.merge = merge_adapter(
+            student, trained.adapter, config.model, stored_dtype(source.config)
+        )
+        trained.state = trained.model.state_dict()
+    return trained
 
 
 def source_vocabulary(model: Any) -> int:
@@ -392,6 +405,7 @@ def _result(
         time.perf_counter() - begin,
         trained.notices,
         worse,
+        trained.merge,
     )
 
 

@@ -21,7 +21,7 @@ from ..errors import CheckpointError, UsageError
 from .batches import BlockOrder, Blocks, BlockStream, Collator, Position, as_is
 from .budget import Budget, UptrainConfig, default_learning_rate, learning_rate_factor, warmup_count
 from .distillation import Teacher
-from .guard import Meter, SpikeGuard, flops_per_token, peak_flops
+from .guard import Meter, SpikeGuard, flops_per_token, forward_flops, peak_flops
 from .losses import IGNORED
 from .sharding import is_fsdp2, reduce_in_float32, shard_teacher
 from .workspace import seal, write_json
@@ -171,7 +171,7 @@ def build_arguments(
 def training_flops(model: Any, teacher: Teacher | None, window: int) -> float:
     """Model FLOPs of one trained token, with the teacher's forward pass where there is one."""
     flops = flops_per_token(model, window)
-    return flops if teacher is None else flops + flops_per_token(teacher.model, window) / 3
+    return flops if teacher is None else flops + forward_flops(teacher.model, window)
 
 
 @dataclass

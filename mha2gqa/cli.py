@@ -10,6 +10,7 @@ from . import __version__
 from .clitools import (
     COUNT,
     GROUPS,
+    NAMES,
     SIZE,
     common,
     emit,
@@ -96,7 +97,7 @@ def plan(source: str, **words: Any) -> None:
 @option("--refit/--no-refit", default=None, help="Closed-form refit of the output projection.")
 @option("--reconstruct/--no-reconstruct", default=None, help="Layer-local regression after merging.")
 @option("--as", "as_", metavar="TYPE", help="Re-express as another architecture (default auto).")
-@option("--attention", metavar="KINDS", help="self, cross or self,cross, where a model has both.")
+@option("--attention", type=NAMES, metavar="KINDS", help="self, cross or self,cross, where a model has both.")
 @options(device, seed)
 @option("--max-shard-size", type=SIZE, help="Such as 5GB (default: the source's files).")
 @options(revision, force, trust, common)

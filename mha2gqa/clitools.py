@@ -49,6 +49,17 @@ class Size(click.ParamType):
             self.fail(str(error), param, ctx)
 
 
+class Names(click.ParamType):
+    """Names with commas between them."""
+
+    name = "names"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[str, ...]:
+        return tuple(part.strip() for part in value.split(",") if part.strip())
+
+
 class Groups(click.ParamType):
     """G as typed: what is no whole number goes on to the library, which knows the model's valid values."""
 
@@ -63,7 +74,7 @@ class Groups(click.ParamType):
         return value
 
 
-COUNT, SIZE, GROUPS = Count(), Size(), Groups()
+COUNT, SIZE, GROUPS, NAMES = Count(), Size(), Groups(), Names()
 option = click.option
 
 

@@ -37,7 +37,7 @@ class ConvertRecipe(Section):
         grouping: `neighbours`, `search`, or a file with one partition per layer.
         refit, reconstruct: Stages after merging.
         as_: `auto`, or the model_type to re-express the source as (`as` in YAML).
-        attention: Which attention to convert, where a model has more than one kind (`self,cross`).
+        attention: Kinds of attention to convert, of those the model has (`[self, cross]`).
         device, seed, max_shard_size, revision: As on the command line.
     """
 
@@ -51,7 +51,7 @@ class ConvertRecipe(Section):
     refit: bool | None = None
     reconstruct: bool | None = None
     as_: str | None = None
-    attention: str | None = None
+    attention: tuple[Literal["self", "cross"], ...] = ()
     device: str | None = None
     seed: int | None = None
     max_shard_size: str | None = None

@@ -1,0 +1,462 @@
+"""plan, run, sweep, demo, push, bench: from a recipe to a report, resumable, and honest about what they check."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+import random
+import shutil
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+
+import mha2gqa
+from mha2gqa.benchmark import bench
+from mha2gqa.checkpoint import open_checkpoint
+from mha2gqa.conversion import convert
+from mha2gqa.errors import CheckpointError, GateError, Mha2gqaError, UsageError
+from mha2gqa.evaluation import EvaluateConfig
+from mha2gqa.merging import MERGERS
+from mha2gqa.pipeline.builtin import resolve_data, resolve_model
+from mha2gqa.pipeline.describe import describe
+from mha2gqa.pipeline.ledger import Ledger, stamp
+from mha2gqa.pipeline.plan import parallel_warnings, plan, suggested
+from mha2gqa.pipeline.push import push
+from mha2gqa.pipeline.run import run
+from mha2gqa.pipeline.sweep import Cell, grid, sweep
+from mha2gqa.recipe import EvaluateRecipe, UptrainRecipe, load_recipe, recipe_from_dict
+from mha2gqa.recipe.sections import Method
+from mha2gqa.uptraining import UptrainConfig
+from tests.conftest import pico_llama, word_tokenizer
+
+ROOT = Path(__file__).parents[1]
+CONFIGS = ROOT / "tests" / "configs"
+RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
+BUNDLED = {
+    "llama-2-7b-gqa8": "llama-2-7b",
+    "qwen1.5-7b-gqa8": "qwen1.5-7b",
+    "olmo-7b-gqa8": "olmo-7b",
+    "t5-xl-gqa8": "t5-xl",
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A pico Llama with a tokenizer."""
+    folder = tmp_path_factory.mktemp("model") / "pico"
+    pico_llama().save_pretrained(folder)
+    word_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Sixty documents of random words."""
+    file = tmp_path_factory.mktemp("text") / "text.jsonl"
+    chance = random.Random(0)
+    lines = [" ".join(f"w{chance.randrange(57)}" for _ in range(80)) for _ in range(60)]
+    file.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines), encoding="utf-8")
+    return file
+
+
+def recipe_for(model: Path, text: Path, out: Path, **sections: Any) -> dict[str, Any]:
+    """A recipe of seconds."""
+    base: dict[str, Any] = {
+        "source": str(model),
+        "output": str(out),
+        "convert": {"groups": 2, "method": "mean"},
+        "evaluate": {"data": str(text), "protocol": "blocks", "window": 32, "max_tokens": 640},
+        "uptrain": {
+            "data": str(text), "tokens": 512, "original_tokens": 51200, "window": 32, "batch_tokens": 128,
+            "eval_tokens": 128, "eval_steps": 2, "logging_steps": 1, "learning_rate": 1e-3,
+        },
+        "report": {"batch": 4, "context": 64},
+    }  # fmt: skip
+    return base | sections
+
+
+# --- plan ------------------------------------------------------------------------------------------------
+
+
+def test_plan_counts_what_convert_writes(model: Path, tmp_path: Path) -> None:
+    found = plan(model, groups=2, batch=3, context=100)
+    convert(model, tmp_path / "out", 2)
+    written = open_checkpoint(tmp_path / "out")
+    assert found.bytes == {"before": open_checkpoint(model).nbytes, "after": written.nbytes}
+    assert found.parameters["after"] == sum(math.prod(shape) for shape in written.shapes.values())
+    assert found.exact and found.layers == 2 and found.valid_groups == [1, 2, 4, 8]
+    cache = 2 * 2 * 2 * 4 * 4  # layers, k and v, heads, head_dim, bytes
+    assert found.kv_bytes_per_token["after"] == cache
+    assert found.decode["kv_bytes"]["after"] == cache * 3 * 100
+    assert found.decode["step_bytes"]["after"] == written.nbytes + cache * 300
+    assert "--groups 2" in found.recommended
+
+
+def test_plan_needs_only_a_config(model: Path, tmp_path: Path) -> None:
+    shutil.copy(model / "config.json", tmp_path / "config.json")
+    for source in (tmp_path, tmp_path / "config.json"):
+        found, exact = plan(source, groups=4), plan(model, groups=4)
+        assert not found.exact
+        assert (found.bytes, found.parameters, found.options) == (
+            exact.bytes,
+            exact.parameters,
+            exact.options,
+        )
+
+
+@pytest.mark.parametrize(
+    ("name", "gigabytes"), [("llama-2-7b", 13.48), ("qwen1.5-7b", 15.44), ("olmo-7b", 27.55)]
+)
+def test_plan_of_public_configs(name: str, gigabytes: float) -> None:
+    """Sizes are the published ones; a full-parameter AdamW run of 7B does not fit one 80 GB device."""
+    found = plan(CONFIGS / f"{name}.json", groups=8, batch=16, context=2048)
+    assert found.bytes["before"] / 1e9 == pytest.approx(gigabytes, rel=2e-3)
+    itemsize = 4 if name == "olmo-7b" else 2
+    assert found.kv_bytes_per_token == {"before": 2 * 32 * 4096 * itemsize, "after": 2 * 32 * 1024 * itemsize}
+    sets = found.memory["sets"]
+    assert sets["all"]["bytes"] > 80e9 > sets["lora"]["bytes"] and sets["lora"]["gpus"] == 1
+    assert sets["all"]["trained_parameters"] == found.parameters["after"]
+    ceiling = found.decode["tokens_per_second_ceiling"]
+    assert ceiling["after"] == pytest.approx(16 * 3.35e12 / found.decode["step_bytes"]["after"], rel=1e-3)
+
+
+def test_suggested_groups_respect_tensor_parallelism() -> None:
+    assert suggested([1, 2, 4, 8, 16, 32], 32, 1) == 8
+    assert suggested([1, 2, 4, 8, 16, 32], 32, 16) == 16
+    assert suggested([1, 2, 4, 5, 10, 20, 40], 40, 1) == 10
+    assert suggested([1, 71], 71, 1) == 71  # a quarter of 71 is nearer to 71 than to 1, as a ratio
+    assert (
+        not parallel_warnings(8, 32, 8)
+        and not parallel_warnings(8, 32, 4)
+        and not parallel_warnings(3, 32, 1)
+    )
+    assert "stores each of 2 KV heads 4 times" in parallel_warnings(2, 32, 8)[0]
+    assert "cannot be split evenly" in parallel_warnings(5, 40, 4)[0]
+    assert "query heads cannot be split" in parallel_warnings(5, 40, 3)[0]
+
+
+def test_plan_refuses_as_convert_does(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="1, 2, 4, 8"):
+        plan(model, groups=3)
+    config = json.loads((model / "config.json").read_text()) | {"model_type": "deepseek_v3"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shutil.copy(model / "model.safetensors", tmp_path)
+    with pytest.raises(UsageError, match="model_type 'deepseek_v3'"):
+        plan(tmp_path)
+
+
+def test_describe_of_nothing(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError):
+        describe(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="no model_type"):
+        describe(tmp_path)
+
+
+# --- recipes match what they call ------------------------------------------------------------------------
+
+
+def test_sections_hold_the_words_of_what_they_call() -> None:
+    evaluate = {f.name for f in fields(EvaluateConfig)} - {"models", "against", "trust_remote_code"}
+    assert {f.name for f in fields(EvaluateRecipe)} == evaluate | {"agreement"}
+    uptrain = {f.name for f in fields(UptrainConfig)} - {"model", "out", "force", "trust_remote_code"}
+    assert uptrain <= {f.name for f in fields(UptrainRecipe)}
+    assert set(get_args(Method)) <= set(MERGERS)
+
+
+def test_public_names_are_importable_and_lazy() -> None:
+    assert set(mha2gqa.__all__) == set(mha2gqa._EXPORTS) | {"__version__"}
+    for name in mha2gqa.__all__:
+        assert getattr(mha2gqa, name) is not None
+    for name in ("convert", "evaluate", "uptrain", "run", "plan", "sweep", "verify", "convert_model"):
+        assert inspect.isfunction(getattr(mha2gqa, name)) and getattr(mha2gqa, name).__doc__
+    with pytest.raises(AttributeError, match="has no attribute 'nonsense'"):
+        _ = mha2gqa.nonsense
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
+def test_every_shipped_recipe_passes_a_dry_run(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = load_recipe(path)
+    bundled = BUNDLED.get(path.stem)
+    assert recipe.source.startswith("builtin:") or bundled, f"{path.stem} needs a config in tests/configs"
+    overrides = [f"source={CONFIGS / bundled}.json"] if bundled else []
+    job = load_recipe(path, overrides)
+    monkeypatch.chdir(tmp_path)
+    done = (run if recipe.sweep is None else sweep)(job, dry_run=True)
+    assert done.dry_run and [s["status"] for s in done.stages] == ["planned"] * len(done.stages)
+    assert {"convert", "evaluate", "report"} <= {stage["name"] for stage in done.stages}
+    assert not list(tmp_path.iterdir()), "a dry run writes nothing"
+
+
+# --- run -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def finished(
+    model: Path, text: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[dict[str, Any], Any]]:
+    """A recipe and its first run."""
+    recipe = recipe_for(model, text, tmp_path_factory.mktemp("run") / "out")
+    yield recipe, run(recipe)
+
+
+def test_run_does_the_whole_job(finished: tuple[dict[str, Any], Any]) -> None:
+    recipe, result = finished
+    out = Path(recipe["output"])
+    assert [s["name"] for s in result.stages] == ["convert", "evaluate", "uptrain", "evaluate-uptrained"]
+    assert {s["status"] for s in result.stages} == {"done"}
+    assert [row["role"] for row in result.models] == ["original", "converted", "uptrained"]
+    assert len({row["sha256"] for row in result.models}) == 1, "all on the same tokens"
+    before, after = (row["kv_bytes_per_token"] for row in result.models[:2])
+    assert before == 4 * after and result.models[2]["kv_bytes_per_token"] == after
+    assert load_recipe(out / "recipe.yaml") == recipe_from_dict(recipe)
+    report = json.loads((out / "report.json").read_text())
+    assert report["curves"]["training"][-1][0] == 512 and report["budget"]["alpha"] == pytest.approx(0.01)
+    assert report["num_kv_heads"] == [8, 2] and len(report["layers"]) == 2
+    page = (out / "report.html").read_text()
+    assert (
+        "uptraining tokens" in page
+        and "Which heads share" in page
+        and "KV cache at batch 4, context 64" in page
+    )
+    assert (out / "uptrained" / "README.md").read_text().startswith("---\nlibrary_name: transformers")
+    assert json.loads((out / "result.json").read_text())["models"] == json.loads(json.dumps(result.models))
+    assert "after uptraining" in result.headline
+
+
+def test_run_again_skips_what_is_finished(finished: tuple[dict[str, Any], Any]) -> None:
+    recipe, first = finished
+    again = run(recipe)
+    assert {s["status"] for s in again.stages} == {"skipped"} and again.models == first.models
+
+
+def test_a_changed_evaluation_is_done_again_and_checkpoints_are_kept(
+    finished: tuple[dict[str, Any], Any],
+) -> None:
+    recipe, first = finished
+    again = run(recipe | {"evaluate": recipe["evaluate"] | {"max_tokens": 320}})
+    assert [s["status"] for s in again.stages] == ["skipped", "done", "skipped", "done"]
+    assert again.models[0]["tokens"] == 320 and first.models[0]["tokens"] == 640
+    run(recipe)
+
+
+def test_a_changed_conversion_is_refused_by_name(finished: tuple[dict[str, Any], Any]) -> None:
+    recipe, _ = finished
+    with pytest.raises(
+        UsageError, match=r"stage convert of another recipe \(changed: convert.groups: 2 -> 4\)"
+    ):
+        run(recipe | {"convert": {"groups": 4, "method": "mean"}})
+    with pytest.raises(
+        UsageError, match=r"stage uptrain of another recipe \(changed: uptrain.tokens: 512 -> 640\)"
+    ):
+        run(recipe | {"uptrain": recipe["uptrain"] | {"tokens": 640}})
+
+
+def test_a_tampered_checkpoint_is_noticed(finished: tuple[dict[str, Any], Any], tmp_path: Path) -> None:
+    recipe, _ = finished
+    out = tmp_path / "out"
+    shutil.copytree(recipe["output"], out)
+    (out / "converted" / "config.json").write_text("{}")
+    with pytest.raises(UsageError, match=r"changed: its files"):
+        run(recipe | {"output": str(out)})
+
+
+def test_force_does_changed_stages_again(model: Path, text: Path, tmp_path: Path) -> None:
+    recipe = recipe_for(model, text, tmp_path / "out")
+    del recipe["uptrain"]
+    run(recipe)
+    again = run(recipe | {"convert": {"groups": 4, "method": "first"}}, force=True)
+    assert [s["status"] for s in again.stages] == ["done", "done"]
+    assert open_checkpoint(tmp_path / "out" / "converted").config["num_key_value_heads"] == 4
+    assert "conversion, without any training" in again.headline
+
+
+def test_gate_fails_after_everything_is_written(model: Path, text: Path, tmp_path: Path) -> None:
+    recipe = recipe_for(model, text, tmp_path / "out", report={"max_ppl_ratio": 0.5})
+    del recipe["uptrain"]
+    with pytest.raises(GateError, match="max_ppl_ratio"):
+        run(recipe)
+    assert (tmp_path / "out" / "report.html").exists() and (tmp_path / "out" / "result.json").exists()
+
+
+def test_dry_run_names_what_is_wrong_and_writes_nothing(model: Path, text: Path, tmp_path: Path) -> None:
+    good = recipe_for(model, text, tmp_path / "out")
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"convert": {"groups": 3}}, "1, 2, 4, 8"),
+        ({"convert": {}}, "convert.groups"),
+        ({"evaluate": {}}, "evaluate.data"),
+        ({"evaluate": good["evaluate"] | {"window": 4096}}, "128"),
+        ({"evaluate": good["evaluate"] | {"data": "nowhere.jsonl"}}, "nowhere.jsonl"),
+        ({"uptrain": good["uptrain"] | {"max_grad_nrom": 1}}, "did you mean max_grad_norm"),
+        ({"uptrain": good["uptrain"] | {"tokens": 1}}, "0 steps"),
+        ({"report": {"formats": ["pdf"]}}, "choose from|json, markdown"),
+        ({"source": ""}, "recipe: source"),
+        ({"convert": {"groups": 2, "max_shard_size": "big"}}, "convert.max_shard_size"),
+    ]
+    for change, words in wrong:
+        with pytest.raises(Mha2gqaError, match=words):
+            run(good | change, dry_run=True)
+    assert run(good, dry_run=True).stages and not (tmp_path / "out").exists()
+
+
+# --- the ledger ------------------------------------------------------------------------------------------
+
+
+def test_a_stage_that_died_may_replace_its_own_leavings(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path)
+    told: list[bool] = []
+
+    def work(replace: bool) -> dict[str, Any]:
+        told.append(replace)
+        if len(told) == 1:
+            raise KeyboardInterrupt
+        return {"n": len(told)}
+
+    with pytest.raises(KeyboardInterrupt):
+        ledger.stage("s", {"a": 1}, work, str)
+    assert ledger.stage("s", {"a": 1}, work, str) == {"n": 2}
+    assert ledger.stage("s", {"a": 1}, work, str) == {"n": 2}
+    ledger.stage("s", {"a": 2}, work, str)
+    assert told == [False, True, False]
+
+
+def test_other_processes_wait_for_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Ledger(tmp_path).stage("s", {"a": 1}, lambda replace: {"n": 1}, str)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr("mha2gqa.pipeline.ledger.POLL_SECONDS", 0.0)
+
+    def never(replace: bool) -> dict[str, Any]:
+        raise AssertionError("only the first process works")
+
+    assert Ledger(tmp_path).stage("s", {"a": 1}, never, str) == {"n": 1}
+
+
+def test_stamps_follow_contents(tmp_path: Path) -> None:
+    file = tmp_path / "a.txt"
+    file.write_text("one")
+    first = stamp(str(file))
+    file.write_text("two")
+    assert stamp(str(file)) != first and stamp("org/name:en:train") == "org/name:en:train"
+
+
+# --- sweep -----------------------------------------------------------------------------------------------
+
+
+def test_grid_is_every_combination() -> None:
+    recipe = recipe_from_dict(
+        {
+            "convert": {"groups": 4},
+            "uptrain": {"data": "x"},
+            "sweep": {"methods": ["mean", "first"], "alphas": [0.1, 0]},
+        }
+    )
+    assert grid(recipe) == [Cell(4, m, None, a) for m in ("mean", "first") for a in (0.0, 0.1)]  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="no uptrain section"):
+        grid(recipe_from_dict({"sweep": {"groups": [2], "alphas": [0.05]}}))
+    with pytest.raises(UsageError, match=r"5 is no fraction"):
+        grid(recipe_from_dict({"sweep": {"groups": [2], "alphas": [5]}, "uptrain": {}}))
+    with pytest.raises(UsageError, match=r"sweep.groups: missing"):
+        grid(recipe_from_dict({}))
+
+
+def test_sweep_makes_one_table_and_resumes(model: Path, text: Path, tmp_path: Path) -> None:
+    axes = {"groups": [4], "methods": ["mean"], "alphas": [0.01, 0], "bench": True}
+    recipe = recipe_for(model, text, tmp_path / "out", convert={}, sweep=axes)
+    del recipe["uptrain"]["tokens"]
+    recipe["report"] = {"batch": 1, "context": 8}
+    result = sweep(recipe)
+    assert [row["label"] for row in result.models[1:]] == ["G=4 mean", "G=4 mean alpha 0.01"]
+    assert all(row["sha256"] == result.models[0]["sha256"] for row in result.models)
+    assert all(row["decode_milliseconds_per_step"] > 0 for row in result.models)
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "Perplexity against KV-cache bytes" in page and "G=4 mean alpha 0.01" in page
+    again = sweep(recipe)
+    assert {s["status"] for s in again.stages} == {"skipped"} and again.models == result.models
+    wider = sweep(recipe | {"sweep": {"groups": [4, 1], "methods": ["mean", "first"], "bench": True}})
+    new = {s["name"].split(":")[0] for s in wider.stages if s["status"] == "done"}
+    assert new == {"G=4 first", "G=1 mean", "G=1 first"}
+
+
+# --- the rest --------------------------------------------------------------------------------------------
+
+
+def test_builtin_names(tmp_path: Path) -> None:
+    assert (Path(resolve_model("builtin:tiny")) / "config.json").exists() and resolve_model("a/b") == "a/b"
+    heldout, other = resolve_data(["builtin:heldout", "x.txt"], tmp_path)
+    assert Path(heldout).exists() and other == "x.txt" and not list(tmp_path.iterdir())
+    for call in (resolve_model, lambda name: resolve_data([name], tmp_path)):
+        with pytest.raises(UsageError, match="builtin:huge: no such built-in"):
+            call("builtin:huge")
+
+
+def test_push_verifies_first_and_uploads_only_when_asked(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    convert(model, out, 2)
+    (out / ".cache").mkdir()
+    (out / ".cache" / "x").write_text("private")
+    calls: list[tuple[str, dict[str, Any]]] = []
+
+    class FakeApi:
+        def create_repo(self, repo: str, **words: Any) -> None:
+            calls.append(("create", {"repo": repo, **words}))
+
+        def upload_folder(self, **words: Any) -> Any:
+            calls.append(("upload", words))
+            return type("Commit", (), {"commit_url": "https://hub.example/commit/1"})
+
+    monkeypatch.setattr("huggingface_hub.HfApi", FakeApi)
+    dry = push(out, "me/model", dry_run=True)
+    assert not calls and dry.url is None and "model.safetensors" in dry.files and ".cache/x" not in dry.files
+    done = push(out, "me/model", private=True)
+    assert done.url == "https://hub.example/commit/1" and [name for name, _ in calls] == ["create", "upload"]
+    assert calls[0][1] == {"repo": "me/model", "private": True, "exist_ok": True}
+    assert calls[1][1]["repo_id"] == "me/model" and ".*" in calls[1][1]["ignore_patterns"]
+    (out / "model.safetensors").write_bytes(b"x")
+    with pytest.raises(CheckpointError, match="nothing was uploaded"):
+        push(out, "me/model")
+    with pytest.raises(UsageError, match="ORG/NAME"):
+        push(out, "model")
+    with pytest.raises(UsageError, match="made by convert or uptrain"):
+        push(model, "me/model")
+
+
+def test_bench_measures_and_counts(model: Path, tmp_path: Path) -> None:
+    convert(model, tmp_path / "out", 2)
+    result = bench([model, tmp_path / "out"], batch=2, context=16, new_tokens=5, bandwidth=1e9)
+    full, grouped = result.models
+    assert full["kv_bytes"] == 4 * grouped["kv_bytes"] == 2 * 2 * 8 * 4 * 4 * 2 * 16
+    for row in result.models:
+        assert row["step_bytes"] == row["weight_bytes"] + row["kv_bytes"]
+        assert row["tokens_per_second"] * row["milliseconds_per_step"] == pytest.approx(2000)
+        assert row["share_of_bandwidth"] == pytest.approx(row["bytes_per_second"] / 1e9)
+    with pytest.raises(UsageError, match="128"):
+        bench(model, context=126, new_tokens=5)
+
+
+def test_cached_steps_of_the_benchmark_attend_to_the_prefill(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock runs over real decoding: each step sees one more cached token."""
+    seen = []
+    from transformers import LlamaForCausalLM
+
+    original = LlamaForCausalLM.forward
+
+    def forward(self: Any, *args: Any, **words: Any) -> Any:
+        cache = words.get("past_key_values")
+        seen.append((0 if cache is None else cache.get_seq_length(), words["input_ids"].shape[1]))
+        return original(self, *args, **words)
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", forward)
+    torch.manual_seed(0)
+    bench(model, context=16, new_tokens=2)
+    assert seen[0] == (0, 16) and seen[1:] == [(16 + i, 1) for i in range(5)]

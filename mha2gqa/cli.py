@@ -128,6 +128,13 @@ def convert(source: str, out: str, **words: Any) -> None:
     type=click.Choice(["auto", "always", "never"]),
     help="A BOS before what is scored (default auto).",
 )
+@option(
+    "--tasks",
+    metavar="NAME,…",
+    callback=lambda context, parameter, value: value and value.split(","),
+    help="Also run these lm-eval tasks (names, or YAML files).",
+)
+@option("--task-limit", type=click.IntRange(1), help="At most so many examples of each task.")
 @option("--max-ppl-ratio", type=float, help="Gate: exit 3 if perplexity over the first model's exceeds this.")
 @option("--min-agreement", type=float, help="Gate: exit 3 if top-1 agreement with --against is below this.")
 @option("--fail-if-worse", is_flag=True, default=None, help="Gate: exit 3 if worse than the first model.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -635,6 +636,14 @@ def test_documents_are_read_as_they_are_needed(
 def test_a_tokenizer_that_is_too_large(plain: PreTrainedTokenizerBase) -> None:
     with pytest.raises(CheckpointError, match="the model has 32 embeddings"):
         run(pico_llama(vocab_size=32), plain, documents([40]))
+
+
+def test_tasks_need_lm_eval(
+    model: torch.nn.Module, plain: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    with pytest.raises(UsageError, match=r"pip install 'mha2gqa\[tasks\]'"):
+        run(model, plain, documents([20]), tasks=["hellaswag"])
 
 
 # --- statistics ----------------------------------------------------------------------------------------

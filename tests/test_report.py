@@ -321,3 +321,13 @@ def test_page_in_a_real_browser(tmp_path: Path, width: int, dark: bool) -> None:
     assert int(match[1]) <= int(match[2]) == width
     assert (int(match[3]) < 128) == dark
     assert shot.stat().st_size > 20_000
+
+
+def test_tasks_of_every_model_stand_in_one_table() -> None:
+    from mha2gqa.report.terminal import _tasks
+
+    scored = {"label": "a", "tasks": {"hellaswag": {"acc": 0.5, "acc_stderr": 0.1}}}
+    lines = "\n".join(_tasks([scored, {"label": "b"}])).splitlines()
+    assert lines[1].split() == ["task", "metric", "a", "b"]
+    assert lines[3].split() == ["hellaswag", "acc", "0.5000", "–"] and len(lines) == 4
+    assert _tasks([{"label": "b"}]) == []

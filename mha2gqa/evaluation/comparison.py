@@ -21,6 +21,7 @@ from .scoring import Batch, Head, make_batches, score_batches
 from .setup import Entry, Setup, prepare
 from .summary import summarise
 from .tally import Sources
+from .tasks import run_tasks
 from .windows import PROTOCOLS, Settings, Window
 
 if TYPE_CHECKING:
@@ -82,6 +83,7 @@ class _Run:
                 self._score(entry)
             return
         with self._opened(reference) as original:
+            self._run_tasks(reference, original)
             head = Head(original)
             for entry in others:
                 self._score(entry, reference, head)
@@ -89,6 +91,7 @@ class _Run:
     def _score(self, entry: Entry, reference: Entry | None = None, other: Head | None = None) -> None:
         """One pass over the text; fills the sums of `entry`, and of `reference` if it has none yet."""
         with self._opened(entry) as model:
+            self._run_tasks(entry, model)
             head = Head(model)
             began = time.perf_counter()
             windows = make_batches(self._windows(entry), self.setup.config.batch_size, self.setup.window)
@@ -116,6 +119,12 @@ class _Run:
                 if fill:
                     reference.tally.sha256 = entry.tally.sha256
                     reference.tally.seconds = entry.tally.seconds
+
+    def _run_tasks(self, entry: Entry, model: PreTrainedModel) -> None:
+        config = self.setup.config
+        if config.tasks:
+            size, limit = config.batch_size, config.task_limit
+            entry.tasks = run_tasks(model, entry.tokenizer, config.tasks, batch_size=size, limit=limit)
 
     @contextlib.contextmanager
     def _opened(self, entry: Entry) -> Iterator[PreTrainedModel]:

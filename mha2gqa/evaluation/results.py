@@ -57,6 +57,8 @@ class EvaluateConfig:
         bos: `auto` (where the tokenizer's own post-processor puts one), `always` or `never`.
         seed: Of the bootstrap.
         worst: How many of the worst documents to list.
+        tasks: lm-eval tasks to run as well: names, or YAML files of local tasks.
+        task_limit: At most so many examples of each.
     """
 
     models: Subject | Sequence[Subject]
@@ -74,6 +76,8 @@ class EvaluateConfig:
     bos: Literal["auto", "always", "never"] = "auto"
     seed: int = 0
     worst: int = 10
+    tasks: Sequence[str] = ()
+    task_limit: int | None = None
 
     @property
     def subjects(self) -> list[Subject]:
@@ -144,6 +148,7 @@ class ModelResult:
         agreement: Where they part, likewise.
         positions: Loss by length of context.
         worst: Documents on which it lost most.
+        tasks: lm-eval's metrics by task, if asked.
         sha256: Of the token ids it saw.
         parameters: Number of parameters.
         seconds, tokens_per_second: Of scoring, loading excluded.
@@ -170,6 +175,7 @@ class ModelResult:
     agreement: Agreement | None = None
     positions: list[PositionLoss] = field(default_factory=list)
     worst: list[WorstDocument] = field(default_factory=list)
+    tasks: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
 @dataclass

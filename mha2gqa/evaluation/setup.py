@@ -15,6 +15,7 @@ from ..kv_cache import known_config
 from ..loading import load_config_json, load_tokenizer, resolve_device, resolve_dtype, stored_dtype
 from .results import EvaluateConfig, LoadedModel, Subject, name_of
 from .tally import Tally
+from .tasks import TaskScores, check_tasks
 from .windows import PROTOCOLS, SEQ2SEQ, choose_bos
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class Entry:
     tally: Tally = field(default_factory=Tally)
     parameters: int = 0
     attention_error: dict[str, float] = field(default_factory=dict)
+    tasks: TaskScores = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -87,6 +89,7 @@ def prepare(config: EvaluateConfig) -> Setup:
     for name, value in (("batch-size", config.batch_size), ("max-tokens", config.max_tokens)):
         if value is not None and value < 1:
             raise UsageError("must be at least 1", where=f"--{name} {value}")
+    check_tasks(config.tasks)
     entries = [_entry(subject, config) for subject in config.subjects]
     for entry in entries:
         _check_kind(entry, config.protocol)

@@ -109,6 +109,7 @@ def _model(entry: Entry, base: Entry, setup: Setup, same: bool, sources: Sources
         agreement=_agreement(entry, setup) if compared else None,
         positions=tally.positions.curve(),
         worst=_worst(entry, base, sources, setup.config.worst) if compared and same else [],
+        tasks=entry.tasks,
     )
 
 

@@ -148,7 +148,25 @@ def _evaluate(data: Data) -> str:
     for gate in data.get("gates") or ():
         verdict = "ok" if gate["ok"] else "FAILED"
         found.append(f"gate {gate['gate']} {gate['limit']}: {gate['model']} has {gate['value']}: {verdict}")
-    return "\n".join([*lines, *([""] if found else []), *found, *_notes(data)])
+    tasks = _tasks(rows)
+    return "\n".join([*lines, *tasks, *([""] if found else []), *found, *_notes(data)])
+
+
+def _tasks(rows: Sequence[Data]) -> list[str]:
+    """One line a task and metric, one column a model; nothing where no tasks were run."""
+    names = {
+        (task, metric): None
+        for row in rows
+        for task, values in (row.get("tasks") or {}).items()
+        for metric in values
+        if not metric.split(",")[0].endswith("_stderr")
+    }
+    cells = [
+        [task, metric, *(fixed(((row.get("tasks") or {}).get(task) or {}).get(metric), 4) for row in rows)]
+        for task, metric in names
+    ]
+    columns = [("task", "<"), ("metric", "<"), *((str(row["label"]), ">") for row in rows)]
+    return ["", text_table(columns, cells)] if cells else []
 
 
 def _uptrain(data: Data) -> str:

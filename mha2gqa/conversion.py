@@ -11,11 +11,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
+from .calibrated import WINDOW, CalibrationOptions, Stage, calibrate
 from .checkpoint import MANIFEST, Checkpoint, open_checkpoint
 from .errors import CheckpointError, UnsupportedModelError
 from .inmemory import convert_model, convert_state_dict
 from .modeling import modeling_file
 from .planning import ATTENTION, Groupings, Plan, SiteRewriter, plan_conversion
+from .reconstruct import ReconstructConfig
 from .results import Result
 from .twin import Check, check_twin
 from .verification import failed, verify_folder
@@ -47,6 +49,7 @@ class ConvertResult(Result):
         layers: Per attention module: path, grouping, residual, norm ratios, notes.
         verification: The checks made on the finished folder.
         warnings: What the user should know.
+        calibration: Text, tokens, losses on held-out calibration text, seconds per stage; empty without.
     """
 
     command: ClassVar[str] = "convert"
@@ -58,6 +61,7 @@ class ConvertResult(Result):
     layers: list[dict[str, Any]] = field(default_factory=list)
     verification: list[Check] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    calibration: dict[str, Any] = field(default_factory=dict)
 
 
 def convert(
@@ -66,13 +70,25 @@ def convert(
     groups: int,
     *,
     method: str | None = None,
+    calibration: Sequence[str] = (),
+    calibration_tokens: int = 524_288,
+    calibration_window: int = WINDOW,
+    text_column: str = "text",
+    statistics: str | None = None,
+    grouping: str | None = None,
     groupings: Groupings | None = None,
-    attention: Sequence[str] = ATTENTION,
+    refit: bool | None = None,
+    reconstruct: bool | None = None,
+    fit: ReconstructConfig | None = None,
+    attention: Sequence[str] | str = ATTENTION,
+    device: str = "auto",
     seed: int = 0,
     max_shard_size: int | None = None,
     revision: str | None = None,
     force: bool = False,
+    trust_remote_code: bool = False,
     progress: Callable[[int, int], None] | None = None,
+    stage: Stage | None = None,
 ) -> ConvertResult:
     """Write SOURCE with `groups` key/value heads to the folder OUT.
 
@@ -80,14 +96,27 @@ def convert(
         source: Checkpoint folder or hub id.
         out: Folder to make; it appears only when complete and checked.
         groups: KV heads G (the paper's GQA-G; not the group size).
-        method: `mean`, `first`, `random`, …; None means `mean` without calibration text.
-        groupings: Which KV heads share, by module path; neighbours by default.
+        method: `mean`, `first`, `random`, `align` or `joint`; None means `joint` with calibration text or
+            statistics, else `mean`.
+        calibration: Text to calibrate on: files, folders, globs, hub names.
+        calibration_tokens: How many tokens of it to use.
+        calibration_window: Tokens of a block.
+        text_column: Column of the text in JSONL and Parquet.
+        statistics: File of saved moments: used if it exists, else written.
+        grouping: `neighbours`, `search` (the default of `joint` and `align`) or a file of partitions.
+        groupings: Which KV heads share, by module path, instead of `grouping`.
+        refit: Closed-form refit of each output projection; on with calibration text.
+        reconstruct: Layer-local regression after that; on with calibration text.
+        fit: How hard those two try.
         attention: Kinds of decoder attention to share (`self`, `cross`), of those the model has.
-        seed: For methods that draw numbers.
+        device: Where the model runs for calibration.
+        seed: For methods that draw numbers, and the order of calibration blocks.
         max_shard_size: Bytes per output file; the source's files by default.
         revision: Hub revision of SOURCE.
         force: Replace an OUT that an earlier run of ours made.
+        trust_remote_code: Consent to code the source brings along, where calibration must run it.
         progress: Called with `(bytes written, bytes in all)`.
+        stage: Called with the name of a calibration stage, what is done of it, and how much there is.
 
     Returns:
         What was done, layer by layer, and every check on the result.
@@ -103,17 +132,35 @@ def convert(
     out = Path(out)
     checkpoint = open_checkpoint(source, revision)
     check_output(checkpoint.path, out, force)
+    kinds = tuple(attention.split(",")) if isinstance(attention, str) else tuple(attention)
     plan = plan_conversion(
         checkpoint.config,
         checkpoint.shapes,
         groups,
-        method=method or "mean",
+        method=method or ("joint" if calibration or statistics else "mean"),
         groupings=groupings,
         seed=seed,
-        attention=attention,
+        attention=kinds,
     )
     check_dtypes(plan, checkpoint)
-    rewriters = [SiteRewriter(plan, site, checkpoint.shapes, checkpoint.read) for site in plan.sites]
+    check_space(out, checkpoint.nbytes)
+    options = CalibrationOptions(
+        tuple(calibration),
+        calibration_tokens,
+        calibration_window,
+        text_column,
+        statistics,
+        grouping if groupings is None else "given",
+        refit,
+        reconstruct,
+        fit or ReconstructConfig(),
+        device,
+        seed,
+        trust_remote_code,
+        stage,
+    )
+    calibrated = calibrate(checkpoint, plan, options)
+    plan, rewriters = calibrated.plan, calibrated.rewriters
     new = {
         name: NewTensor(checkpoint.tensors[name].dtype, r.shapes[role], partial(r.take, role))
         for r in rewriters
@@ -121,7 +168,6 @@ def convert(
     }
     shards = plan_shards(checkpoint, new, [name for r in rewriters for name in r.lost], max_shard_size)
     total = sum(entry_nbytes(entry) for shard in shards for entry in shard.entries.values())
-    check_space(out, total)
     done = 0
 
     def advance(nbytes: int) -> None:
@@ -152,6 +198,7 @@ def convert(
             [r.report for r in rewriters if r.report],
             checks,
             [*plan.warnings, *_pooling_warnings(rewriters)],
+            calibrated.about,
         )
         write_manifest(folder, result, checkpoint, plan)
     return result

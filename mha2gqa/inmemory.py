@@ -49,28 +49,53 @@ def convert_state_dict(
     config: dict[str, Any] = {spec.heads_key: num_heads}
     if head_dim is not None:
         config[spec.head_dim_key] = head_dim
-    return _convert_tensors(state_dict, spec, config, groups, method, groupings, seed, ATTENTION)[0]
+    shapes = {name: tuple(x.shape) for name, x in state_dict.items()}
+    plan = plan_for_spec(spec, config, shapes, groups, method, groupings, seed, ATTENTION)
+    return _rewritten([SiteRewriter(plan, s, shapes, state_dict.__getitem__) for s in plan.sites], state_dict)
 
 
-def _convert_tensors(
-    state_dict: Mapping[str, Tensor],
-    spec: AttentionSpec,
-    config: Mapping[str, Any],
+def _rewritten(rewriters: Sequence[SiteRewriter], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """`state` with every module's new tensors in place of the old."""
+    out = dict(state)
+    for rewriter in rewriters:
+        out |= {name: rewriter.take(role) for role, name in rewriter.names.items()}
+        for name in rewriter.lost:
+            del out[name]
+    return out
+
+
+def plan_model(
+    model: Any,
     groups: int,
     method: str,
     groupings: Groupings | None,
     seed: int,
-    attention: Sequence[str],
-) -> tuple[dict[str, Tensor], Plan]:
-    shapes = {name: tuple(x.shape) for name, x in state_dict.items()}
-    plan = plan_for_spec(spec, config, shapes, groups, method, groupings, seed, attention)
-    out = dict(state_dict)
-    for site in plan.sites:
-        rewriter = SiteRewriter(plan, site, shapes, state_dict.__getitem__)
-        out |= {name: rewriter.take(role) for role, name in rewriter.names.items()}
-        for name in rewriter.lost:
-            del out[name]
-    return out, plan
+    attention: Sequence[str] = ATTENTION,
+) -> Plan:
+    """The conversion of a live model: tensor names are those of its state dict."""
+    config = json.loads(model.config.to_json_string(use_diff=False))
+    shapes = {name: tuple(x.shape) for name, x in model.state_dict().items()}
+    spec = find_spec(config).in_memory()
+    return plan_for_spec(spec, config, shapes, groups, method, groupings, seed, attention)
+
+
+def assemble(model: Any, plan: Plan, rewriters: Sequence[SiteRewriter], state: Mapping[str, Tensor]) -> Any:
+    """A converted copy of `model`: its class, or the one exported where the stock class has no KV heads.
+
+    Args:
+        model: The original, left as it is.
+        plan: From `plan_model`.
+        rewriters: One per attention module of `plan`.
+        state: The original's state dict.
+    """
+    new = _rewritten(rewriters, state)
+    if plan.export is not None:
+        register(plan.config)
+        return _rebuild(exported_class(plan.config), plan.config, model, new)
+    if plan.num_kv_heads[0] == plan.num_kv_heads[1]:
+        return rebuild(model, {}, new)
+    num_heads = plan.sites[0].geometry.num_heads
+    return rebuild(model, config_changes(plan.spec, plan.source, num_heads, plan.num_kv_heads[1]), new)
 
 
 def convert_model(
@@ -96,18 +121,11 @@ def convert_model(
         A working model with its own tensors, in eval mode: of the same class, or of the class exported
         beside checkpoints whose stock class has no KV-head count (its code travels with `save_pretrained`).
     """
-    config = json.loads(model.config.to_json_string(use_diff=False))
-    spec = find_spec(config).in_memory()
-    state, plan = _convert_tensors(
-        model.state_dict(), spec, config, groups, method, groupings, seed, attention
-    )
-    if plan.export is not None:
-        register(plan.config)
-        return _rebuild(exported_class(plan.config), plan.config, model, state)
-    if plan.num_kv_heads[0] == plan.num_kv_heads[1]:
-        return rebuild(model, {}, state)
-    num_heads = plan.sites[0].geometry.num_heads
-    return rebuild(model, config_changes(spec, config, num_heads, plan.num_kv_heads[1]), state)
+    plan = plan_model(model, groups, method, groupings, seed, attention)
+    state = model.state_dict()
+    shapes = {name: tuple(x.shape) for name, x in state.items()}
+    rewriters = [SiteRewriter(plan, site, shapes, state.__getitem__) for site in plan.sites]
+    return assemble(model, plan, rewriters, state)
 
 
 def rebuild(model: Any, changes: Mapping[tuple[str, ...], Any], state: Mapping[str, Tensor]) -> Any:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -30,6 +30,9 @@ from .errors import UnsupportedModelError, UsageError
 from .merging import MERGERS, MergeContext, Merged
 from .modeling import Export, find_export
 from .modeling import config_changes as export_changes
+
+if TYPE_CHECKING:
+    from .calibration import Statistics
 
 POOLING = ("mean", "first", "random")  # touch only k, v and their extras
 ATTENTION = ("self", "cross")  # kinds of decoder attention whose heads are shared
@@ -81,6 +84,13 @@ class Plan:
     warnings: tuple[str, ...] = ()
     attention: tuple[str, ...] = ("self",)
     export: Export | None = None
+
+    def regrouped(self, groupings: Groupings) -> Plan:
+        """The same conversion with other heads sharing."""
+        sites = tuple(
+            replace(s, grouping=_grouping(s.site, s.geometry, len(s.grouping), groupings)) for s in self.sites
+        )
+        return replace(self, sites=sites)
 
 
 def plan_sites(
@@ -244,8 +254,22 @@ def _grouping(
     return grouping
 
 
+def site_context(
+    plan: Plan, site: Site, tensors: Mapping[str, Tensor], statistics: Statistics | None = None
+) -> MergeContext:
+    """What a merging method may know of one module, beside its weights."""
+    norms = (f"{norm}.weight" for norm in plan.spec.qk_norm)
+    return MergeContext(
+        plan.spec,
+        rotary_dim(plan.spec, plan.config, site.geometry.head_dim, site.site.layer),
+        None if statistics is None else statistics.of(site.site),
+        site_seed(plan, site),
+        tuple(tensors[role] for role in norms if role in tensors),
+    )
+
+
 def merge_site(
-    plan: Plan, site: Site, tensors: Mapping[str, Tensor], context: MergeContext | None = None
+    plan: Plan, site: Site, tensors: Mapping[str, Tensor], context: MergeContext
 ) -> tuple[dict[str, Tensor], Merged]:
     """One attention module, by role, before -> after.
 
@@ -253,7 +277,7 @@ def merge_site(
         plan: The conversion.
         site: The module.
         tensors: Role -> tensor as stored.
-        context: What the method may know; weights only where None.
+        context: What the method may know.
 
     Returns:
         Role -> tensor to store, and the merged module.
@@ -261,9 +285,6 @@ def merge_site(
     weights = heads.split(plan.spec, site.geometry, tensors)
     if site.kept:
         return dict(tensors), Merged(weights, residual=0.0)
-    if context is None:
-        rotary = rotary_dim(plan.spec, plan.config, site.geometry.head_dim, site.site.layer)
-        context = MergeContext(plan.spec, rotary, seed=site_seed(plan, site))
     merged = MERGERS[plan.method](weights, site.grouping, context)
     return heads.unsplit(plan.spec, merged.weights), merged
 
@@ -314,12 +335,18 @@ class SiteRewriter:
         site: The module.
         shapes: Shape of every tensor of the source by name.
         read: Name -> tensor.
+        statistics: Moments on calibration text, for methods that use them.
     """
 
     def __init__(
-        self, plan: Plan, site: Site, shapes: Mapping[str, Sequence[int]], read: Callable[[str], Tensor]
+        self,
+        plan: Plan,
+        site: Site,
+        shapes: Mapping[str, Sequence[int]],
+        read: Callable[[str], Tensor],
+        statistics: Statistics | None = None,
     ) -> None:
-        self.plan, self.site, self.read = plan, site, read
+        self.plan, self.site, self.read, self.statistics = plan, site, read, statistics
         self.shapes, self._lost = site_changes(plan, site, shapes)
         self._pending: dict[str, Tensor] = {}
         self.report: dict[str, Any] = {}
@@ -338,10 +365,16 @@ class SiteRewriter:
         """The new tensor of a role; each can be taken once."""
         if role not in self._pending:
             before = {role: self.read(name) for role, name in self.site.site.names.items()}
-            after, merged = merge_site(self.plan, self.site, before)
+            context = site_context(self.plan, self.site, before, self.statistics)
+            after, merged = merge_site(self.plan, self.site, before, context)
             self._pending = {role: after[role] for role in self.shapes}
             self.report = layer_report(self.plan, self.site, before, merged)
         return self._pending.pop(role)
+
+    def fill(self, tensors: Mapping[str, Tensor], report: Mapping[str, Any]) -> None:
+        """Hand over what has been made elsewhere: the new tensor of every role in `shapes`."""
+        self._pending = {role: tensors[role] for role in self.shapes}
+        self.report = dict(report)
 
 
 def rms(x: Tensor) -> float:

@@ -35,6 +35,7 @@ LAYERS = [
     "reconstruct",
     "twin",
     "verification",
+    "calibrated",
     "conversion",
     "uptraining",
     "benchmark",

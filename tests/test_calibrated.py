@@ -1,0 +1,137 @@
+"""Calibrated conversion from folder to folder, on a pico model with a word tokenizer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import pico_llama, word_tokenizer
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from mha2gqa.conversion import convert
+from mha2gqa.errors import DataError, UsageError
+from mha2gqa.reconstruct import ReconstructConfig
+from mha2gqa.verification import verify
+
+QUICK = {"calibration_window": 16, "fit": ReconstructConfig(steps=20, batch_size=4)}
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> str:
+    generator = torch.Generator().manual_seed(5)
+    rows = torch.randint(0, 57, (40, 60), generator=generator)
+    path = tmp_path / "text.jsonl"
+    path.write_text(
+        "".join(json.dumps({"text": " ".join(f"w{i}" for i in row)}) + "\n" for row in rows.tolist())
+    )
+    return str(path)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    pico_llama(attention_bias=True).save_pretrained(tmp_path / "mha")
+    return word_tokenizer(tmp_path / "mha")
+
+
+def test_stages_follow_the_options_and_lower_the_loss(source: Path, text: str, tmp_path: Path) -> None:
+    merged = convert(
+        source, tmp_path / "merged", 2, calibration=[text], refit=False, reconstruct=False, **QUICK
+    )
+    full = convert(source, tmp_path / "full", 2, calibration=[text], **QUICK)
+    assert merged.method == full.method == "joint"
+    assert "fitted" not in merged.calibration["losses"]
+    losses = full.calibration["losses"]
+    assert losses["merged"] == pytest.approx(merged.calibration["losses"]["merged"], abs=1e-6)
+    assert losses["fitted"] < losses["merged"]
+    for row in full.layers:
+        assert row["error_fitted"] < row["error_merged"]
+        assert 0 < row["residual"] < 1
+    assert verify(tmp_path / "full", against=source).ok
+    manifest = json.loads((tmp_path / "full" / "mha2gqa.json").read_text())
+    assert manifest["calibration"]["unique_tokens"] == full.calibration["unique_tokens"]
+    assert manifest["grouping"] == {row["path"]: row["grouping"] for row in full.layers}
+
+
+def test_equal_groups_change_nothing(source: Path, text: str, tmp_path: Path) -> None:
+    convert(source, tmp_path / "out", 8, calibration=[text], refit=False, reconstruct=False, **QUICK)
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (
+        source / "model.safetensors"
+    ).read_bytes()
+
+
+def test_same_seed_gives_the_same_bytes(source: Path, text: str, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        convert(source, tmp_path / name, 2, calibration=[text], **QUICK)
+    a, b = ((tmp_path / name / "model.safetensors").read_bytes() for name in "ab")
+    assert a == b
+
+
+def test_saved_statistics_give_the_same_result_without_the_text(
+    source: Path, text: str, tmp_path: Path
+) -> None:
+    file = str(tmp_path / "statistics.safetensors")
+    off = {"refit": False, "reconstruct": False}
+    convert(source, tmp_path / "a", 2, calibration=[text], statistics=file, **off, **QUICK)
+    result = convert(source, tmp_path / "b", 2, statistics=file)
+    assert result.method == "joint"
+    a, b = (load_file(tmp_path / name / "model.safetensors") for name in "ab")
+    assert all(torch.allclose(a[n], b[n], atol=1e-5) for n in a)
+    pico_llama(intermediate_size=64).save_pretrained(tmp_path / "other")
+    state = load_file(tmp_path / "other" / "model.safetensors")
+    assert state
+    with pytest.raises(UsageError, match="another model"):
+        torch.manual_seed(7)
+        other = pico_llama(attention_bias=True)
+        for x in other.parameters():
+            torch.nn.init.normal_(x)
+        other.save_pretrained(tmp_path / "other")
+        convert(tmp_path / "other", tmp_path / "c", 2, statistics=file)
+
+
+def test_joint_without_text_uses_the_weights(source: Path, tmp_path: Path) -> None:
+    result = convert(source, tmp_path / "joint", 2, method="joint")
+    assert all(row["residual"] > 0 for row in result.layers)
+    assert result.calibration == {}
+
+
+def test_a_grouping_can_be_reused_from_a_manifest(source: Path, text: str, tmp_path: Path) -> None:
+    off = {"refit": False, "reconstruct": False}
+    first = convert(source, tmp_path / "a", 2, calibration=[text], **off, **QUICK)
+    again = convert(source, tmp_path / "b", 2, method="mean", grouping=str(tmp_path / "a" / "mha2gqa.json"))
+    assert [row["grouping"] for row in again.layers] == [row["grouping"] for row in first.layers]
+
+
+def test_bfloat16_sources_stay_bfloat16(text: str, tmp_path: Path) -> None:
+    pico_llama().bfloat16().save_pretrained(tmp_path / "mha")
+    word_tokenizer(tmp_path / "mha")
+    convert(tmp_path / "mha", tmp_path / "out", 2, calibration=[text], **QUICK)
+    assert {x.dtype for x in load_file(tmp_path / "out" / "model.safetensors").values()} == {torch.bfloat16}
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.num_key_value_heads == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"reconstruct": True}, "give --calibration"),
+        ({"refit": True}, "give --calibration"),
+        ({"grouping": "search", "method": "mean"}, "use joint or align"),
+        ({"grouping": "nowhere.json"}, "cannot be read"),
+        ({"statistics": "nowhere/none"}, "not a statistics file"),
+        ({"method": "best"}, "no method"),
+    ],
+)
+def test_contradictions_are_refused(source: Path, tmp_path: Path, options: dict, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        convert(source, tmp_path / "out", 2, **options)
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_short_text_is_refused(source: Path, tmp_path: Path) -> None:
+    short = tmp_path / "short.txt"
+    short.write_text("w1 w2 w3")
+    with pytest.raises(DataError):
+        convert(source, tmp_path / "out", 2, calibration=[str(short)], **QUICK)
+    assert not list(tmp_path.glob("out*"))

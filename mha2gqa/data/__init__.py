@@ -4,6 +4,7 @@ Everything streams: memory does not grow with the corpus (`token_blocks` holds t
 """
 
 from .reading import Document, read_documents, read_records
+from .spans import SpanCorruption, block_tokens, span_corruption
 from .streams import held_out, prefetch, split_documents
 from .tokens import (
     batches_of,
@@ -17,7 +18,9 @@ from .tokens import (
 
 __all__ = [
     "Document",
+    "SpanCorruption",
     "batches_of",
+    "block_tokens",
     "bos_id",
     "count_tokens",
     "encode_documents",
@@ -27,6 +30,7 @@ __all__ = [
     "prefetch",
     "read_documents",
     "read_records",
+    "span_corruption",
     "split_documents",
     "token_blocks",
 ]

@@ -154,7 +154,7 @@ class _Run:
     def _windows(self, entry: Entry) -> Iterator[Window]:
         """The protocol's windows; hashes them, and notes sources once."""
         setup = self.setup
-        settings = Settings(setup.window, setup.stride, entry.bos, setup.config.max_tokens)
+        settings = Settings(setup.window, setup.stride, entry.bos, setup.config.max_tokens, entry.config)
         protocol = PROTOCOLS[setup.config.protocol]
         note_sources = not self.sources.files
         digest = hashlib.sha256()
@@ -162,6 +162,8 @@ class _Run:
             self.documents = item.documents
             digest.update(np.array([len(item.ids), item.first], dtype="<i8").tobytes())
             digest.update(item.ids.astype("<i4").tobytes())
+            if item.encoder is not None:
+                digest.update(item.encoder.astype("<i4").tobytes())
             if note_sources:
                 self.sources.add(item.unit, item.source)
             yield item

@@ -43,7 +43,8 @@ class EvaluateConfig:
         models: Folders, Hub ids or `LoadedModel`s; the first is what the others are compared to.
         data: Text, as `read_documents` takes it.
         text_column: Key or column of the text.
-        protocol: `window`, `blocks`, `wikitext2` or `rolling`.
+        protocol: `window`, `blocks`, `wikitext2` or `rolling`; encoder-decoders are scored by
+            `span-corruption`, also where no protocol is named.
         window: Inputs a model sees at once. None: 2,048 or the models' context if shorter (`rolling`: the
             context, as lm-eval).
         stride: New tokens per window of the `window` protocol; None for half a window.
@@ -64,7 +65,7 @@ class EvaluateConfig:
     models: Subject | Sequence[Subject]
     data: Any
     text_column: str = "text"
-    protocol: Literal["blocks", "window", "wikitext2", "rolling"] = "window"
+    protocol: Literal["blocks", "window", "wikitext2", "rolling", "span-corruption"] = "window"
     window: int | None = None
     stride: int | None = None
     batch_size: int = 8

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..data import Document, read_records
+from ..data import Document, block_tokens, read_records
+from ..data.spans import ENCODER_TOKENS
 from ..errors import UsageError
 from ..kv_cache import known_config
 from ..loading import load_config_json, load_tokenizer, resolve_device, resolve_dtype, stored_dtype
 from .results import EvaluateConfig, LoadedModel, Subject, name_of
 from .tally import Tally
 from .tasks import TaskScores, check_tasks
-from .windows import PROTOCOLS, SEQ2SEQ, choose_bos
+from .windows import PROTOCOLS, SEQ2SEQ, SPAN_CORRUPTION, choose_bos
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -90,12 +91,13 @@ def prepare(config: EvaluateConfig) -> Setup:
         if value is not None and value < 1:
             raise UsageError("must be at least 1", where=f"--{name} {value}")
     check_tasks(config.tasks)
+    notices: list[str] = []
+    config = _for_kind(config, notices)
     entries = [_entry(subject, config) for subject in config.subjects]
     for entry in entries:
         _check_kind(entry, config.protocol)
     against = None if config.against is None else name_of(config.against)
     reference = next((e for e in entries if e.name == against), None)
-    notices: list[str] = []
     window = _window(config, entries, notices)
     stride = _stride(config, window, notices)
     device = resolve_device(config.device)
@@ -122,6 +124,19 @@ def context_length(config: Mapping[str, Any]) -> int | None:
         return None
     found = (getattr(values, key, None) for key in CONTEXT_KEYS)
     return next((n for n in found if isinstance(n, int) and n > 0), None)
+
+
+def _for_kind(config: EvaluateConfig, notices: list[str]) -> EvaluateConfig:
+    """The options for what the models are: encoder-decoders are scored by span corruption by default."""
+    if config.protocol != EvaluateConfig.protocol or not all(map(_is_encoder_decoder, config.subjects)):
+        return config
+    notices.append(f"encoder-decoder: scored by {SPAN_CORRUPTION}")
+    return replace(config, protocol=SPAN_CORRUPTION)
+
+
+def _is_encoder_decoder(subject: Subject) -> bool:
+    raw = subject.model.config.to_dict() if isinstance(subject, LoadedModel) else load_config_json(subject)
+    return bool(getattr(known_config(raw), "is_encoder_decoder", False))
 
 
 def _entry(subject: Subject, config: EvaluateConfig) -> Entry:
@@ -152,7 +167,8 @@ def _window(config: EvaluateConfig, entries: list[Entry], notices: list[str]) ->
         raise UsageError("too short to score anything", where=f"--window {asked}")
     contexts = {e.name: n for e in entries if (n := context_length(e.config)) is not None}
     if not contexts:
-        return DEFAULT_WINDOW if asked is None else asked
+        usual = block_tokens(ENCODER_TOKENS) if config.protocol == SPAN_CORRUPTION else DEFAULT_WINDOW
+        return usual if asked is None else asked
     shortest = min(contexts, key=lambda name: contexts[name])
     limit = contexts[shortest]
     if asked is not None and asked > limit:

@@ -6,13 +6,13 @@ Each protocol turns documents into `Window`s. Within one call every scored token
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..data import Document, bos_id, eos_id
+from ..data import Document, bos_id, eos_id, span_corruption
 from ..errors import DataError
 
 if TYPE_CHECKING:
@@ -60,12 +60,14 @@ class Settings:
         stride: New tokens per window (`window` protocol only).
         bos: Id of the BOS, or None for none.
         max_tokens: Stop after this many scored tokens.
+        config: The model's raw config (`span-corruption` reads how its decoder starts).
     """
 
     window: int
     stride: int
     bos: int | None = None
     max_tokens: int | None = None
+    config: Mapping[str, Any] = field(default_factory=dict)
 
 
 # --- documents with a measure of their text ------------------------------------------------------------
@@ -284,17 +286,36 @@ def rolling(
                 return
 
 
+def span_corruption_blocks(
+    tokenizer: PreTrainedTokenizerBase, documents: Iterable[Document], settings: Settings
+) -> Iterator[Window]:
+    """For encoder-decoders: blocks of `window` tokens of text, corrupted as in T5's pretraining.
+
+    Every target is scored: sentinels, the tokens of the spans, the end. Block i is always corrupted
+    alike, whatever the batch size. Bytes and words are those of the block's whole text.
+    """
+    made = span_corruption(tokenizer, settings.config, settings.window)
+    limit = settings.max_tokens
+    if limit is not None:
+        limit = limit // made.target_length * settings.window
+    for item in blocks(tokenizer, documents, replace(settings, max_tokens=limit)):
+        encoder, targets = made(item.ids[None, :-1], [item.unit])
+        ids = np.concatenate([[made.start], targets[0]]).astype(np.int32)
+        yield replace(item, ids=ids, encoder=encoder[0].astype(np.int32))
+
+
 Protocol = Callable[["PreTrainedTokenizerBase", Iterable[Document], Settings], Iterator[Window]]
 
-# A protocol for another objective (span corruption) is one more entry here; those whose windows carry
-# what an encoder reads are also named in `SEQ2SEQ`.
+# Those whose windows carry what an encoder reads are also named in `SEQ2SEQ`.
+SPAN_CORRUPTION = "span-corruption"  # the protocol of encoder-decoders
 PROTOCOLS: dict[str, Protocol] = {
     "blocks": blocks,
     "window": window,
     "wikitext2": wikitext2,
     "rolling": rolling,
+    SPAN_CORRUPTION: span_corruption_blocks,
 }
-SEQ2SEQ: frozenset[str] = frozenset()
+SEQ2SEQ = frozenset({SPAN_CORRUPTION})
 
 
 def choose_bos(tokenizer: PreTrainedTokenizerBase, protocol: str, policy: str) -> int | None:
@@ -329,6 +350,7 @@ def describe_bos(tokenizer: PreTrainedTokenizerBase, protocol: str, bos: int | N
     name = tokenizer.convert_ids_to_tokens(bos)
     return {
         "blocks": f"{name} before each document, scored like any token",
+        SPAN_CORRUPTION: f"{name} before each document, part of the text",
         "window": f"{name} starts every window, never scored",
         "wikitext2": f"{name} once, at the start of the text, not scored",
     }.get(protocol, f"{name} as the protocol {protocol} places it")

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from .values import yaml_name
 
 Method = Literal["mean", "first", "random", "align", "joint"]
-Protocol = Literal["blocks", "window", "wikitext2", "rolling"]
+Protocol = Literal["blocks", "window", "wikitext2", "rolling", "span-corruption"]
 Train = Literal["all", "attention", "lora"]
 
 

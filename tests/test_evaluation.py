@@ -610,8 +610,8 @@ def test_encoder_decoders_need_their_own_protocol(plain: PreTrainedTokenizerBase
     from transformers import T5Config, T5ForConditionalGeneration
 
     config = T5Config(vocab_size=64, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=4)
-    with pytest.raises(UsageError, match="protocol window does not fit an encoder-decoder"):
-        run(T5ForConditionalGeneration(config), plain, documents([20]))
+    with pytest.raises(UsageError, match="protocol rolling does not fit an encoder-decoder"):
+        run(T5ForConditionalGeneration(config), plain, documents([20]), protocol="rolling")
 
 
 def test_documents_are_read_as_they_are_needed(

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -49,13 +49,15 @@ class Collator:
     """
 
     eos: int | None = None
+    counts_labels = False  # every position has a label
 
-    def __call__(self, blocks: Any, mask: Any = None) -> Batch:
+    def __call__(self, blocks: Any, mask: Any = None, keys: Any = None) -> Batch:
         """Make the batch.
 
         Args:
             blocks: Ids `[B, T + 1]`, or a list of such rows.
             mask: True where the target of a position counts, `[B, T]`; None for all.
+            keys: Numbers of the blocks in the run, `[B]`; for objectives that draw, so not here.
         """
         if isinstance(blocks, list):  # rows of a stream
             blocks = np.stack(blocks)
@@ -66,6 +68,14 @@ class Collator:
         if self.eos is not None:
             batch["position_ids"] = restarted_positions(batch["input_ids"], self.eos)
         return batch
+
+
+class Collate(Protocol):
+    """Blocks to a batch; `counts_labels` says whether labelled tokens must be counted."""
+
+    counts_labels: bool
+
+    def __call__(self, blocks: Any, mask: Any = None, keys: Any = None) -> Batch: ...
 
 
 class BlockOrder(Dataset):
@@ -80,7 +90,7 @@ class BlockOrder(Dataset):
     """
 
     def __init__(
-        self, blocks: Blocks, count: int, seed: int, collate: Collator, mask: np.ndarray | None = None
+        self, blocks: Blocks, count: int, seed: int, collate: Collate, mask: np.ndarray | None = None
     ) -> None:
         self.blocks, self.count, self.seed, self.collate, self.mask = blocks, count, seed, collate, mask
         self._orders: OrderedDict[int, np.ndarray] = OrderedDict()
@@ -99,7 +109,8 @@ class BlockOrder(Dataset):
 
     def __getitems__(self, indices: Sequence[int]) -> Batch:
         rows = [self.row(i) for i in indices]
-        return self.collate(self.blocks[rows], None if self.mask is None else self.mask[rows])
+        mask = None if self.mask is None else self.mask[rows]
+        return self.collate(self.blocks[rows], mask, list(indices))
 
     def __getitem__(self, index: int) -> Batch:
         return self.__getitems__([index])

@@ -11,7 +11,8 @@ from typing import Any, Literal
 from ..errors import UsageError
 
 Train = Literal["all", "attention", "lora"]
-SCHEDULES = ("linear", "cosine", "wsd", "constant")
+SCHEDULES = ("linear", "cosine", "wsd", "inverse_sqrt", "constant")
+OBJECTIVES = ("auto", "next-token", "span-corruption")
 TRAINED = ("all", "attention", "lora")
 
 
@@ -98,7 +99,9 @@ class UptrainConfig:
         batch_tokens: Tokens per optimiser step over all processes.
         learning_rate: Peak rate; default `default_learning_rate(hidden_size)`.
         warmup_steps: Steps of linear warm-up, or a fraction below 1; default `min(50, steps / 5)`.
-        lr_scheduler_type: `linear`, `cosine`, `wsd` (constant, last 30 % down to 0) or `constant`.
+        lr_scheduler_type: `linear`, `cosine`, `wsd` (constant, last 30 % down to 0), `inverse_sqrt` (T5's,
+            constant during warm-up) or `constant`.
+        objective: `next-token`, `span-corruption` (T5's, for encoder-decoders) or `auto`, what fits the model.
         teacher: The original model, `none` for plain next-token loss, or None for the manifest's source.
         temperature: Distillation temperature.
         ce_weight: Share of the next-token loss beside distillation, 0 to 1.
@@ -136,6 +139,7 @@ class UptrainConfig:
     learning_rate: float | None = None
     warmup_steps: float | None = None
     lr_scheduler_type: str = "linear"
+    objective: str = "auto"
     teacher: str | None = None
     temperature: float = 1.0
     ce_weight: float = 0.0
@@ -161,7 +165,7 @@ class UptrainConfig:
     training_args: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        choices = (("lr_scheduler_type", SCHEDULES), ("train", TRAINED))
+        choices = (("lr_scheduler_type", SCHEDULES), ("objective", OBJECTIVES), ("train", TRAINED))
         for name, allowed in choices:
             if getattr(self, name) not in allowed:
                 raise UsageError(
@@ -342,8 +346,11 @@ def learning_rate_factor(step: int, steps: int, warmup: int, schedule: str) -> f
         step: 0 for the first optimiser step.
         steps: All steps of the run.
         warmup: Steps of linear warm-up; the first step already moves.
-        schedule: `linear` or `cosine` to 0, `wsd` (constant, last 30 % linear to 0), `constant`.
+        schedule: `linear` or `cosine` to 0, `wsd` (constant, last 30 % linear to 0), `constant`,
+            `inverse_sqrt`: 1 during warm-up, then sqrt(warmup / step), as in T5's pretraining.
     """
+    if schedule == "inverse_sqrt":
+        return math.sqrt(max(1, warmup) / max(step, warmup, 1))
     if step < warmup:
         return (step + 1) / (warmup + 1)
     done = min(1.0, (step - warmup) / max(1, steps - warmup))

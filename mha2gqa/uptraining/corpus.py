@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from ..data import encode_documents, eos_id, held_out, iterate_blocks, read_documents
+from ..data import encode_documents, held_out, iterate_blocks, read_documents
 from ..errors import DataError
-from .batches import BlockOrder, Blocks, BlockStream, Collator, save_blocks
+from .batches import BlockOrder, Blocks, BlockStream, Collate, save_blocks
 from .budget import Budget, UptrainConfig
 from .workspace import write_json
 
@@ -37,7 +37,7 @@ class Corpus:
     train: BlockOrder | BlockStream
     held_out: Blocks | None
     unique_tokens: int | None
-    collate: Collator
+    collate: Collate
     notices: list[str] = field(default_factory=list)
 
 
@@ -95,7 +95,12 @@ def _blocks_file(path: Path, make: Callable[[], Iterable[np.ndarray]], vocabular
 
 
 def load_corpus(
-    config: UptrainConfig, budget: Budget, tokenizer: Any, folder: Path, vocabulary: int
+    config: UptrainConfig,
+    budget: Budget,
+    tokenizer: Any,
+    folder: Path,
+    vocabulary: int,
+    collate: Collate,
 ) -> Corpus:
     """Read and cut the data of a run; what is cut is kept in `folder` for a resumed run.
 
@@ -104,13 +109,13 @@ def load_corpus(
         tokenizer: Of the model.
         folder: The workspace.
         vocabulary: Output columns of the model.
+        collate: Makes batches.
 
     Raises:
         DataError: There is no training text, or less than one block of it.
     """
     texts, notices = Texts(config), list[str]()
     window = budget.window
-    collate = Collator(eos_id(tokenizer) if config.isolate_documents else None)
     scored = _held_out_blocks(config, budget, tokenizer, folder, vocabulary, texts, notices)
     if config.streaming:
 

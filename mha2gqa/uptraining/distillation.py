@@ -85,7 +85,7 @@ class Teacher:
         kwargs = model_inputs(inputs)
         if self.base is not None:
             return self.base(**kwargs).last_hidden_state.flatten(0, 1)
-        if self.model.config.is_encoder_decoder:
+        if self.model.config.is_encoder_decoder and "decoder_input_ids" not in kwargs:
             kwargs["labels"] = inputs["labels"]
         return self.model(**kwargs).logits.flatten(0, 1)
 
@@ -120,7 +120,7 @@ def attached(model: Any, spec: Objective, teacher: Teacher | None = None) -> Ite
         model = model.get_base_model()
     head = find_head(model)
     own_forward = model.forward
-    base = getattr(model, model.base_model_prefix)
+    base = getattr(model, model.base_model_prefix, None)  # T5 has none
 
     def forward(self: Any, labels: Tensor, teacher_states: Tensor | None = None, **inputs: Any) -> Any:
         # labels [B, T] are already shifted: the target of each position
@@ -131,7 +131,7 @@ def attached(model: Any, spec: Objective, teacher: Teacher | None = None) -> Ite
         now = spec if chunks is not None else Objective(compiled=spec.compiled)
         kwargs = model_inputs(inputs)
         if head is None:
-            if self.config.is_encoder_decoder:
+            if self.config.is_encoder_decoder and "decoder_input_ids" not in kwargs:
                 kwargs["labels"] = labels  # from which it makes its decoder inputs
             logits = own_forward(**kwargs).logits.flatten(0, 1)
             return chunked_loss(logits, labels.flatten(), now, teacher=chunks)

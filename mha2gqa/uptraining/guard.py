@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ..data.spans import noise_counts
 from ..errors import TrainingError
 
 # Dense bf16 peak of one device in FLOP/s, by a part of its name (vendor data sheets, without sparsity).
@@ -171,6 +172,8 @@ def forward_flops(model: Any, window: int) -> float:
     An untied input embedding is only looked up and does not count. Attention counts the whole square,
     as is usual for MFU, though a causal kernel does half of it.
     """
+    if model.config.is_encoder_decoder:
+        return _encoder_decoder_flops(model, window)
     config = model.config.get_text_config()
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     weights = sum(p.numel() for p in model.parameters())
@@ -189,6 +192,27 @@ def flops_per_token(model: Any, window: int) -> float:
     if embedding is not None and head is not None and head.weight is not embedding.weight:
         frozen -= 0 if embedding.weight.requires_grad else embedding.weight.numel()
     return 3 * forward_flops(model, window) - 2.0 * frozen
+
+
+def _encoder_decoder_flops(model: Any, window: int) -> float:
+    """The same per token of text under span corruption: encoder and decoder see other numbers of ids."""
+    noise, spans = noise_counts(window)
+    read, said = window - noise + spans + 1, noise + spans + 1
+
+    def weights(module: Any) -> int:
+        return sum(p.numel() for name, p in module.named_parameters() if "embed" not in name)
+
+    head = model.get_output_embeddings()
+    config = model.config
+    layers = getattr(config, "num_decoder_layers", None) or getattr(config, "decoder_layers", None)
+    width = config.num_attention_heads * (
+        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    )
+    decoder = weights(model.get_decoder()) + (0 if head is None else head.weight.numel())
+    square = config.num_hidden_layers * read * read + (layers or config.num_hidden_layers) * said * (
+        said + read
+    )
+    return (2.0 * (weights(model.get_encoder()) * read + decoder * said) + 4.0 * width * square) / window
 
 
 def peak_flops(device: torch.device) -> float | None:

@@ -19,13 +19,14 @@ from ..loading import load_config_json, load_model, load_tokenizer, resolve_devi
 from ..results import Result
 from ..writer import check_output
 from .adapters import add_adapter, merge_adapter, train_attention_only
-from .batches import BlockOrder, Blocks, Collator
+from .batches import BlockOrder, Blocks, Collate, Collator
 from .budget import Budget, UptrainConfig, plan_budget
 from .compiling import compile_layers, undo_compile, worth_compiling
 from .corpus import Corpus, load_corpus
 from .distillation import Teacher, attached, check_teacher, check_tokenizers
 from .guard import Interrupted, stop_signals
 from .losses import Objective
+from .objectives import choose_objective, default_window, make_collator
 from .publishing import manifest_with, publish_trained
 from .trainer import Run, UptrainTrainer, build_arguments, check_training_args, training_flops, world_size
 from .workspace import Workspace, changed_keys, checkpoint_stamp, recipe_keys
@@ -120,7 +121,8 @@ def run_uptrain(config: UptrainConfig) -> UptrainResult:
     raw = load_config_json(config.model)
     source = open_checkpoint(config.model)
     manifest = read_json(source.path / MANIFEST) if (source.path / MANIFEST).exists() else {}
-    window = config.window or min(2048, int(text_config(raw).get("max_position_embeddings") or 2048))
+    choose_objective(config, raw)
+    window = config.window or default_window(raw)
     budget = plan_budget(config, window=window, name=str(manifest.get("source", config.model)))
     check_training_args(config.training_args)
     keys = recipe_keys(config, checkpoint_stamp(source.path))
@@ -228,9 +230,7 @@ def _train_checkpoint(
     )
     consent = config.trust_remote_code
     tokenizer = load_tokenizer(source.path, consent)
-    student = load_model(
-        source.path, dtype=torch.float32, device="cpu", trust_remote_code=consent, attn_implementation="sdpa"
-    )
+    student = load_model(source.path, dtype=torch.float32, device="cpu", trust_remote_code=consent)
     if config.train == "attention":
         moving = train_attention_only(student, source.config)
         logger.info("training %d attention tensors: %s, …", len(moving), ", ".join(moving[:4]))
@@ -246,13 +246,14 @@ def _train_checkpoint(
             dtype=torch.bfloat16 if args.bf16 else torch.float32,
             device=args.device,
             trust_remote_code=consent,
-            attn_implementation="sdpa",
         )
         widths = check_teacher(student, original, len(tokenizer))
         notices += [] if widths.note is None else [widths.note]
         teacher = Teacher(original)
     with args.main_process_first(desc="cutting the data into blocks"):
-        corpus = load_corpus(config, budget, tokenizer, workspace.root, source_vocabulary(student))
+        collate = make_collator(config, source.config, tokenizer, budget.window)
+        vocabulary = source_vocabulary(student)
+        corpus = load_corpus(config, budget, tokenizer, workspace.root, vocabulary, collate)
     if corpus.held_out is None:
         args.eval_strategy = "no"
     trained = train(student, args, config, budget, corpus, teacher, workspace, notices)
@@ -300,7 +301,8 @@ def train(
                 compile_layers(student)
                 if teacher is not None:
                     compile_layers(teacher.model)
-            run = Run(config, budget, corpus.train, corpus.held_out, teacher, False, stop, corpus.collate)
+            masked = corpus.collate.counts_labels
+            run = Run(config, budget, corpus.train, corpus.held_out, teacher, masked, stop, corpus.collate)
             trainer = UptrainTrainer(student, args, run)
             checkpoint = None if workspace is None else workspace.last()
             if checkpoint is not None:
@@ -416,16 +418,18 @@ def train_model(
     teacher: Any = None,
     held_out: Blocks | None = None,
     folder: str | Path | None = None,
+    collate: Collate | None = None,
     **options: Any,
 ) -> UptrainResult:
     """The training of `uptrain` on a model in memory and blocks already cut.
 
     Args:
-        model: A float32 causal model of transformers (other dtypes are widened); trained in place.
+        model: A float32 model of transformers (other dtypes are widened); trained in place.
         blocks: Token ids `[N, T + 1]`.
         teacher: The original, another model, in the dtype it should run in; it is frozen.
         held_out: Held-out ids `[M, T + 1]`.
         folder: Where checkpoints go; None saves none.
+        collate: Makes batches: next-token ones by default, a `SpanCollator` for encoder-decoders.
         **options: Fields of `UptrainConfig` (`tokens` or `alpha`, `batch_tokens`, `learning_rate`, …) and
             TrainingArguments.
 
@@ -450,7 +454,7 @@ def train_model(
         if teacher is not None:
             check_teacher(model, teacher, None)
             helper = Teacher(teacher.to(args.device))
-        collate = Collator()
+        collate = collate or Collator()
         count = budget.steps * budget.blocks_per_step
         order = BlockOrder(blocks, count, config.seed, collate)
         corpus = Corpus(order, held_out, len(blocks) * budget.window, collate)

@@ -18,7 +18,7 @@ from torch.utils.data import IterableDataset, SequentialSampler
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainingArguments
 
 from ..errors import CheckpointError, UsageError
-from .batches import BlockOrder, Blocks, BlockStream, Collator, Position, as_is
+from .batches import BlockOrder, Blocks, BlockStream, Collate, Position, as_is
 from .budget import Budget, UptrainConfig, default_learning_rate, learning_rate_factor, warmup_count
 from .distillation import Teacher
 from .guard import Meter, SpikeGuard, flops_per_token, forward_flops, peak_flops
@@ -195,7 +195,7 @@ class Run:
     teacher: Teacher | None
     masked: bool
     stop: list[int]
-    collate: Collator
+    collate: Collate
 
 
 class UptrainTrainer(Trainer):
@@ -326,7 +326,7 @@ class UptrainTrainer(Trainer):
         for start in range(0, count, size * world):
             rows = [min(start + rank * size + i, count) for i in range(size)]
             mine = [min(row, count - 1) for row in rows]
-            batch = self.run.collate(self.run.held_out[mine])
+            batch = self.run.collate(self.run.held_out[mine], keys=mine)
             batch["labels"][[row >= count for row in rows]] = IGNORED
             yield batch
 

@@ -1,0 +1,94 @@
+"""What a block of text teaches: the next token, or for encoder-decoders the spans T5 takes out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..data import SpanCorruption, block_tokens, eos_id, span_corruption
+from ..data.spans import ENCODER_TOKENS
+from ..errors import UsageError
+from .batches import Batch, Collator
+from .budget import UptrainConfig
+
+LONGEST = 2048  # default window of decoders, where their positions allow
+
+
+@dataclass(frozen=True)
+class SpanCollator:
+    """Turns blocks `[B, L + 1]` into encoder ids, decoder ids and labels; the last column is not used.
+
+    Args:
+        corruption: Of blocks of L tokens.
+    """
+
+    corruption: SpanCorruption
+    counts_labels = True  # a block of L tokens has fewer targets
+
+    def __call__(self, blocks: Any, mask: Any = None, keys: Any = None) -> Batch:
+        """Make the batch.
+
+        Args:
+            blocks: Ids `[B, L + 1]`, or a list of such rows.
+            mask: Not used.
+            keys: What decides the noise of each block, `[B]`: its number in the run, so that each pass
+                over the data takes other spans out. None: the block's own ids.
+        """
+        ids = np.asarray(np.stack(blocks) if isinstance(blocks, list) else blocks, dtype=np.int64)[:, :-1]
+        if keys is None:
+            keys = (ids * np.arange(1, ids.shape[1] + 1)).sum(1)
+        encoder, targets = self.corruption(ids, keys)
+        decoder = self.corruption.decoder_inputs(targets)
+        rows = {"input_ids": encoder, "decoder_input_ids": decoder, "labels": targets}
+        return {name: torch.from_numpy(x) for name, x in rows.items()}
+
+
+def is_encoder_decoder(raw: Mapping[str, Any]) -> bool:
+    """Whether a raw config is of an encoder-decoder."""
+    from ..kv_cache import known_config
+
+    return bool(getattr(known_config(raw), "is_encoder_decoder", False))
+
+
+def default_window(raw: Mapping[str, Any]) -> int:
+    """Tokens of text per block where the user names none: T5's for encoder-decoders."""
+    from ..loading import text_config
+
+    if is_encoder_decoder(raw):
+        return block_tokens(ENCODER_TOKENS)
+    return min(LONGEST, int(text_config(raw).get("max_position_embeddings") or LONGEST))
+
+
+def choose_objective(config: UptrainConfig, raw: Mapping[str, Any]) -> str:
+    """`next-token` or `span-corruption`, from what the model is.
+
+    Raises:
+        UsageError: The objective asked for is not one the model can have.
+    """
+    own = "span-corruption" if is_encoder_decoder(raw) else "next-token"
+    if config.objective not in ("auto", own):
+        raise UsageError(
+            f"{raw.get('model_type')} models cannot be trained so",
+            where=f"objective {config.objective}",
+            fix=f"use {own}",
+        )
+    if own == "span-corruption" and config.isolate_documents:
+        raise UsageError("is for decoders", where="isolate_documents", fix="leave it out")
+    return own
+
+
+def make_collator(
+    config: UptrainConfig, raw: Mapping[str, Any], tokenizer: Any, window: int
+) -> Collator | SpanCollator:
+    """The collator of a run.
+
+    Raises:
+        UsageError, DataError: The objective does not fit the model, or the tokenizer lacks sentinels.
+    """
+    if choose_objective(config, raw) == "span-corruption":
+        return SpanCollator(span_corruption(tokenizer, raw, window, config.seed))
+    return Collator(eos_id(tokenizer) if config.isolate_documents else None)

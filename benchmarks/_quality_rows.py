@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -97,38 +98,41 @@ class Shape:
     Args:
         matrix: Parameters that every token is multiplied by (all matrices, the head among them).
         attention: Those of the attention projections alone.
-        scores: Per token and layer sum of `heads * head_dim`, for attention scores.
+        scores: Sum over layers of `heads * head_dim`, for attention scores.
+        head: Those of the output head.
     """
 
     matrix: int
     attention: int
     scores: int
+    head: int = 0
 
     def forward(self, window: int) -> float:
         """FLOPs per token of a forward pass over causal windows: matrices, then scores and mixing."""
         return 2.0 * self.matrix + 2.0 * window * self.scores
 
-    def attention_step(self, window: int) -> float:
-        """FLOPs per token of forward and backward through the attention modules alone (3 x forward)."""
-        return 3.0 * (2.0 * self.attention + 2.0 * window * self.scores)
+    def fit(self, window: int, whole_layer: bool) -> float:
+        """FLOPs of one token visit to each layer while its attention is fitted to a target.
+
+        Forward and backward of attention (3 x forward); where the target is the whole layer's output, also
+        forward and the gradient of the input (2 x forward) through its frozen rest.
+        """
+        rest = self.matrix - self.attention - self.head
+        return 3.0 * (2.0 * self.attention + 2.0 * window * self.scores) + 4.0 * rest * whole_layer
 
 
 def model_shape(model: Any) -> Shape:
     """The `Shape` of a loaded causal language model."""
     config = model.config.get_text_config()
-    matrix = sum(p.numel() for p in model.parameters() if p.dim() >= 2)
-    if model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
-        matrix -= model.get_input_embeddings().weight.numel()  # a table that is looked up costs nothing
-    matrix -= sum(
-        p.numel() for n, p in model.named_parameters() if n.endswith(("wpe.weight", "position.weight"))
-    )
-    attention = sum(
-        p.numel()
-        for n, p in model.named_parameters()
-        if p.dim() >= 2 and (".attn." in n or "attention." in n or "self_attn." in n)
-    )
+    parameters = dict(model.named_parameters())  # tied ones once
+    matrices = {name: p.numel() for name, p in parameters.items() if p.dim() >= 2}
+    head, table = model.get_output_embeddings().weight, model.get_input_embeddings().weight
+    looked_up = 0 if head is table else table.numel()  # a row that is looked up costs nothing
+    looked_up += sum(n for name, n in matrices.items() if name.endswith(("wpe.weight", "position.weight")))
+    attention = sum(n for name, n in matrices.items() if re.search(r"attn\.|attention\.", name))
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return Shape(matrix, attention, config.num_hidden_layers * config.num_attention_heads * head_dim)
+    scores = config.num_hidden_layers * config.num_attention_heads * head_dim
+    return Shape(sum(matrices.values()) - looked_up, attention, scores, head.numel())
 
 
 def uptrain_flops(student: Shape, teacher: Shape | None, tokens: int, window: int) -> float:
@@ -138,12 +142,20 @@ def uptrain_flops(student: Shape, teacher: Shape | None, tokens: int, window: in
 
 
 def convert_flops(
-    source: Shape, student: Shape, window: int, tokens: int, refit: bool, visits: int, eval_tokens: int = 0
+    source: Shape, student: Shape, window: int, tokens: int, visits: int, fitted: bool, whole_layer: bool
 ) -> float:
-    """Calibration included, an upper estimate: one pass of the source over `tokens` for the statistics and
-    one for the targets, a pass of the student for a sequential refit, `visits` token visits in each layer of
-    forward and backward through the attention modules, and the early-stopping evaluations.
+    """An estimate of what calibration costs on a model, merging itself left out.
+
+    Args:
+        source, student: Before and after.
+        window: Tokens per block.
+        tokens: Calibration tokens: read once for the statistics, and where modules are fitted once more by
+            the source (targets) and twice by the student (moments for the refit, and past the fitted module).
+        visits: Token visits to each layer by regression.
+        fitted: Whether anything was fitted.
+        whole_layer: Whether the target was a layer's output, not the attention module's.
     """
-    total = tokens * source.forward(window) * (2 if refit or visits else 1)
-    total += tokens * student.forward(window) * refit
-    return total + visits * student.attention_step(window) + eval_tokens * student.attention_step(window) / 3
+    total = tokens * source.forward(window)
+    if fitted:
+        total += tokens * (source.forward(window) + 2 * student.forward(window))
+    return total + visits * student.fit(window, whole_layer)

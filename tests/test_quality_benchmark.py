@@ -64,10 +64,22 @@ def test_forward_flops_equal_what_torch_counts(changes: dict[str, Any]) -> None:
     assert whole == pytest.approx(counter.get_total_flops(), abs=3 * rotary)
 
 
-def test_attention_parameters_are_those_of_the_projections() -> None:
-    model = pico_llama(num_key_value_heads=2)
-    per_layer = 32 * 32 * 2 + 2 * 8 * 32
-    assert rows.model_shape(model).attention == 2 * per_layer
+def test_the_parts_of_a_model_are_told_apart() -> None:
+    shape = rows.model_shape(pico_llama(num_key_value_heads=2))
+    attention, feed_forward, head = 2 * (32 * 32 * 2 + 2 * 8 * 32), 2 * 3 * 48 * 32, 64 * 32
+    assert (shape.attention, shape.head) == (attention, head)
+    assert shape.matrix == attention + feed_forward + head
+    # Frozen feed-forward: forward and gradient of its input, at 2 FLOPs per parameter each.
+    assert shape.fit(16, True) - shape.fit(16, False) == 4 * feed_forward
+
+
+def test_conversion_counts_the_statistics_pass_and_what_fitting_adds() -> None:
+    shape = rows.Shape(matrix=100, attention=40, scores=8, head=10)
+    once = shape.forward(10)
+    assert rows.convert_flops(shape, shape, 10, 7, 0, fitted=False, whole_layer=False) == 7 * once
+    assert rows.convert_flops(shape, shape, 10, 7, 5, fitted=True, whole_layer=False) == pytest.approx(
+        7 * 4 * once + 5 * 3 * (2 * 40 + 2 * 10 * 8)
+    )
 
 
 def test_uptraining_costs_three_forwards_and_the_teachers_one() -> None:

@@ -32,6 +32,7 @@ from _quality_rows import (
     Row,
     Shape,
     baseline_rows,
+    convert_flops,
     convert_rows,
     model_shape,
     uptrain_flops,
@@ -144,6 +145,8 @@ class Bench:
                 options = {
                     "calibration": [self.train],
                     "calibration_tokens": self.args.calibration_tokens,
+                    "calibration_window": self.args.window,
+                    "statistics": str(self.args.work / f"{Path(self.args.model).name}.statistics"),
                     "refit": refit,
                     "reconstruct": reconstruct,
                     "device": self.device,
@@ -166,7 +169,27 @@ class Bench:
 
     def _convert_cost(self, row: Row, folder: Path, result: Any, seconds: float) -> dict[str, Any]:
         """Tokens, FLOPs and seconds of a conversion, calibration included."""
-        return {"flops": 0.0, "seconds": round(seconds, 1), "unique_tokens": 0, "token_visits": 0}
+        about = result.calibration
+        if not about:
+            return {"flops": 0.0, "seconds": round(seconds, 1), "unique_tokens": 0, "token_visits": 0}
+        fit = about.get("fit", {})
+        flops = convert_flops(
+            self.shape(self.args.model),
+            self.shape(folder),
+            self.args.window,
+            about["unique_tokens"],
+            about.get("token_visits", 0),
+            fitted=bool(fit),
+            whole_layer=fit.get("unit") == "layer",
+        )
+        return {
+            "flops": flops,
+            "seconds": round(seconds, 1),
+            "unique_tokens": about["unique_tokens"],
+            "token_visits": about.get("token_visits", 0),
+            "calibration_losses": about["losses"],
+            "stage_seconds": about["seconds"],
+        }
 
     def uptrained(self, row: Row, rate: float | None) -> dict[str, Any]:
         """Uptrain from the row's start, score, delete."""
@@ -329,11 +352,13 @@ def parse_args(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--stages", nargs="+", choices=STAGES, default=["baselines", "convert", "uptrain"])
     add("--groups", nargs="+", type=int, default=[4, 8, 2, 1])
     add("--methods", nargs="+", default=["joint", "mean", "align"])
-    add("--variants", nargs="+", choices=list(VARIANTS), default=["merged", "refit", "reconstruct"])
+    add("--variants", nargs="+", choices=list(VARIANTS), default=["merged", "refit", "refit+reconstruct"])
     add("--seeds", nargs="+", type=int, default=[0, 1, 2])
     add("--uptrain-seeds", type=int, default=1, help="how many of the seeds are uptrained")
     add("--objectives", nargs="+", choices=OBJECTIVES, default=list(OBJECTIVES))
-    add("--start", choices=list(VARIANTS), default="reconstruct", help="where joint+… uptraining starts")
+    add(
+        "--start", choices=list(VARIANTS), default="refit+reconstruct", help="where joint+… uptraining starts"
+    )
     add("--alphas", nargs="+", type=float, default=[0.01, 0.05])
     add("--original-tokens", type=int, default=6000 * 65536)
     add("--lrs", nargs="+", type=float, default=[1e-3, 5e-4, 2e-3], help="tried by tune; else the first")

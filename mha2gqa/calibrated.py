@@ -187,7 +187,9 @@ def _searched(
         found[site.site.path] = site.grouping
         if groups in (1, count) or freedom == "never":
             continue
-        tensors = {role: read(name) for role, name in site.site.names.items()}
+        # Small eigenproblems: a processor solves thousands of them faster than a GPU.
+        device = "cpu" if count // groups * site.geometry.head_dim <= 512 else None
+        tensors = {role: read(name).to(device) for role, name in site.site.names.items()}
         weights = heads.split(plan.spec, site.geometry, tensors)
         context = site_context(plan, site, tensors, statistics)
         problem = sharing(weights, context, "full" if plan.method == "joint" else "rigid")
@@ -238,6 +240,8 @@ def _with_model(
     about["losses"] = {"original": held_out_loss(teacher, kept), "merged": held_out_loss(student, kept)}
     fits: list[LayerFit] = []
     if fitted is not None:
+        rows = len(inputs) if isinstance(inputs, Tensor) else len(next(iter(inputs.values())))
+        fitted = replace(fitted, batch_size=min(fitted.batch_size, max(1, rows // 8)))
         with clock("fit"):
             fits = _fit(teacher, student, live, inputs, fitted, options)
         about["losses"]["fitted"] = held_out_loss(student, kept)

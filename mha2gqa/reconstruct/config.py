@@ -38,13 +38,13 @@ class ReconstructConfig:
     ridge: float = 1e-3
     regress: bool = True
     steps: int = 1000
-    batch_size: int = 16
+    batch_size: int = 32
     learning_rate: float = 3e-3
     relative: bool = False
     schedule: Literal["cosine", "linear", "constant"] = "linear"
     warmup: float = 0.02
     betas: tuple[float, float] = (0.9, 0.99)
-    unit: Literal["attention", "layer"] = "attention"
+    unit: Literal["attention", "layer"] = "layer"
     inputs: Literal["student", "teacher"] = "student"
     average: float = 0.0
     holdout: float = 0.05

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -307,7 +307,7 @@ def span_corruption_blocks(
 Protocol = Callable[["PreTrainedTokenizerBase", Iterable[Document], Settings], Iterator[Window]]
 
 # Those whose windows carry what an encoder reads are also named in `SEQ2SEQ`.
-SPAN_CORRUPTION = "span-corruption"  # the protocol of encoder-decoders
+SPAN_CORRUPTION: Final = "span-corruption"  # the protocol of encoder-decoders
 PROTOCOLS: dict[str, Protocol] = {
     "blocks": blocks,
     "window": window,

@@ -16,11 +16,13 @@ from . import heads
 from .architectures import AttentionSite, AttentionSpec, Geometry
 from .calibration import Batch, Statistics, collect, fingerprint, load_statistics, site_key
 from .checkpoint import Checkpoint
-from .data import read_documents, token_blocks
+from .data import read_documents, span_corruption, token_blocks
+from .data.spans import sentinel_ids
 from .errors import DataError, UsageError
 from .evaluation import block_loss
 from .grouping import evaluations, read_groupings, search
 from .inmemory import assemble, plan_model
+from .kv_cache import known_config
 from .loading import free_memory, load_model, load_tokenizer, resolve_device, weight_bytes
 from .merging.sharing import sharing
 from .planning import Groupings, Plan, Site, SiteRewriter, site_context
@@ -296,7 +298,28 @@ def calibration_inputs(
             where="--calibration",
             fix=f"give at least {2 * window + 1}, better {options.tokens}",
         )
+    if getattr(known_config(checkpoint.config), "is_encoder_decoder", False):
+        corrupted = _corrupted(tokenizer, checkpoint.config, blocks[:, :-1], options.seed)
+        return ({n: x[:-kept] for n, x in corrupted.items()}, {n: x[-kept:] for n, x in corrupted.items()})
     return blocks[:-kept], blocks[-kept:]
+
+
+def _corrupted(tokenizer: Any, config: Mapping[str, Any], blocks: Tensor, seed: int) -> Batch:
+    """What an encoder-decoder reads and says of blocks `[N, L]` under span corruption.
+
+    Raises:
+        UsageError: The model was not pretrained so: it has no sentinels (BART, Marian, Whisper, …).
+    """
+    if not sentinel_ids(tokenizer):
+        raise UsageError(
+            f"plain text cannot calibrate {config.get('model_type')} models: they have no span sentinels",
+            where="--calibration",
+            fix="use --method joint without text, or --statistics measured with calibration.collect",
+        )
+    made = span_corruption(tokenizer, config, blocks.shape[1], seed)
+    encoder, targets = made(blocks.numpy(), range(len(blocks)))
+    rows = {"input_ids": encoder, "decoder_input_ids": made.decoder_inputs(targets), "labels": targets}
+    return {name: torch.from_numpy(x) for name, x in rows.items()}
 
 
 def _context(config: Mapping[str, Any]) -> int | None:
@@ -313,8 +336,10 @@ def _to(inputs: Batch | Tensor, device: torch.device) -> Batch | Tensor:
 
 
 def _model_inputs(inputs: Batch | Tensor) -> Batch | Tensor:
-    """Blocks without their last column of targets."""
-    return inputs[:, :-1] if isinstance(inputs, Tensor) else inputs
+    """Blocks without their targets."""
+    if isinstance(inputs, Tensor):
+        return inputs[:, :-1]
+    return {name: x for name, x in inputs.items() if name != "labels"}
 
 
 def _tokens(inputs: Batch | Tensor) -> int:

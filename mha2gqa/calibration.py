@@ -256,7 +256,8 @@ def observing(model: Any, modules: Mapping[str, torch.nn.Module]) -> Iterator[di
         attention_mask: Tensor | None,
         **kw: Any,
     ) -> tuple[Tensor, Tensor]:
-        eager = vars(sys.modules[type(module).__module__])["eager_attention_forward"]
+        eager = getattr(module, "eager_attention", None)  # of exported modules; stock ones repeat nothing
+        eager = eager or vars(sys.modules[type(module).__module__])["eager_attention_forward"]
         out, weights = eager(module, query.float(), key.float(), value.float(), attention_mask, **kw)
         if running:
             running[-1].attend(query, weights)

@@ -90,6 +90,7 @@ class Plan:
         sites = tuple(
             replace(s, grouping=_grouping(s.site, s.geometry, len(s.grouping), groupings)) for s in self.sites
         )
+        check_order(self.spec, sites)
         return replace(self, sites=sites)
 
 
@@ -167,6 +168,7 @@ def plan_for_spec(
         Site(site, geometry, _grouping(site, geometry, target, groupings))
         for (site, geometry), target in zip(found, targets, strict=True)
     )
+    check_order(spec, sites)
     shared = [s for s in sites if s.site.kind in attention]
     before = kv_heads_before(spec, config, [s.geometry for s in shared])
     num_heads = shared[0].geometry.num_heads
@@ -188,6 +190,30 @@ def plan_for_spec(
     new = edit_config(config, changes)
     travels = export if changes else None
     return Plan(spec, sites, (before, groups), new, source, method, seed, tuple(notes), kinds, travels)
+
+
+def check_order(spec: AttentionSpec, sites: Sequence[Site]) -> None:
+    """Refuse groupings that move heads where that would change the model.
+
+    Raises:
+        UsageError: Heads are tied to their places (ALiBi), or must move in all layers alike (T5).
+    """
+    first: dict[str, Site] = {}
+    for site in sites:
+        freedom = spec.permutable_of(site.site.kind)
+        if freedom == "never" and site.reordered:
+            raise UsageError(
+                "heads are tied to their places here (ALiBi slopes)",
+                where=f"--grouping {site.site.path}",
+                fix="let neighbours share",
+            )
+        other = first.setdefault(site.site.kind, site)
+        if freedom == "model" and site.grouping != other.grouping:
+            raise UsageError(
+                f"not the grouping of {other.site.path}, but all layers share one position bias per head",
+                where=f"--grouping {site.site.path}",
+                fix="give all layers the same grouping",
+            )
 
 
 def _targets(

@@ -92,6 +92,7 @@ def share_heads(attention: nn.Module, num_kv_heads: int | None) -> None:
     if num_kv_heads is None or num_kv_heads == attention.num_heads:
         return
     attention.num_key_value_groups = check_heads(attention.num_heads, num_kv_heads)  # read by SDPA
+    attention.eager_attention = eager_gqa
     width = num_kv_heads * attention.head_dim
     for name in ("k_proj", "v_proj"):
         has_bias = getattr(attention, name).bias is not None  # Whisper's k_proj has none

@@ -103,6 +103,7 @@ class GqaGPT2LMHeadModel(GPT2LMHeadModel):
             attention = block.attn
             num_kv_heads = config.num_key_value_heads or attention.num_heads
             attention.num_key_value_groups = check_heads(attention.num_heads, num_kv_heads)  # read by SDPA
+            attention.eager_attention = eager_gqa
             width = num_kv_heads * attention.head_dim
             attention.c_attn = Conv1D(attention.embed_dim + 2 * width, attention.embed_dim)
             attention.split_size = [attention.embed_dim, width, width]
@@ -155,6 +156,7 @@ class GqaOPTForCausalLM(OPTForCausalLM):
             attention = layer.self_attn
             num_kv_heads = config.num_key_value_heads or attention.num_heads
             attention.num_key_value_groups = check_heads(attention.num_heads, num_kv_heads)  # read by SDPA
+            attention.eager_attention = eager_gqa
             width = num_kv_heads * attention.head_dim
             attention.k_proj = nn.Linear(attention.embed_dim, width, bias=config.enable_bias)
             attention.v_proj = nn.Linear(attention.embed_dim, width, bias=config.enable_bias)

@@ -130,6 +130,7 @@ def share_heads(attention: nn.Module, num_kv_heads: int | None) -> None:
     if num_kv_heads is None or num_kv_heads == attention.n_heads:
         return
     attention.num_key_value_groups = check_heads(attention.n_heads, num_kv_heads)  # read by SDPA
+    attention.eager_attention = eager_gqa
     width = num_kv_heads * attention.key_value_proj_dim
     attention.k = nn.Linear(attention.d_model, width, bias=False)
     attention.v = nn.Linear(attention.d_model, width, bias=False)

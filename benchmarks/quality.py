@@ -173,11 +173,12 @@ class Bench:
         if not about:
             return {"flops": 0.0, "seconds": round(seconds, 1), "unique_tokens": 0, "token_visits": 0}
         fit = about.get("fit", {})
+        tokens = about.get("unique_tokens", about.get("statistics", {}).get("tokens", 0))
         flops = convert_flops(
             self.shape(self.args.model),
             self.shape(folder),
             self.args.window,
-            about["unique_tokens"],
+            tokens,
             about.get("token_visits", 0),
             fitted=bool(fit),
             whole_layer=fit.get("unit") == "layer",
@@ -185,10 +186,10 @@ class Bench:
         return {
             "flops": flops,
             "seconds": round(seconds, 1),
-            "unique_tokens": about["unique_tokens"],
+            "unique_tokens": tokens,
             "token_visits": about.get("token_visits", 0),
-            "calibration_losses": about["losses"],
-            "stage_seconds": about["seconds"],
+            "calibration_losses": about.get("losses", {}),
+            "stage_seconds": about.get("seconds", {}),
         }
 
     def uptrained(self, row: Row, rate: float | None) -> dict[str, Any]:

@@ -62,14 +62,10 @@ def baseline_rows(num_kv_heads: int, groups: Sequence[int]) -> Iterator[Row]:
 def convert_rows(
     groups: Sequence[int], methods: Sequence[str], variants: Sequence[str], seeds: Sequence[int]
 ) -> Iterator[Row]:
-    """Calibrated merging; the first seed of everything before the further seeds of what is stochastic.
-
-    Mean pooling looks at no text before it is fitted: merged alone, it is the baseline.
-    """
+    """Calibrated merging; the first seed of everything before the further seeds of what is stochastic."""
     for variant in variants:
         for method in methods:
-            if (method, variant) != ("mean", "merged"):
-                yield from (Row("convert", method, g, variant, seeds[0]) for g in groups)
+            yield from (Row("convert", method, g, variant, seeds[0]) for g in groups)
     if "joint" in methods:
         yield from (Row("convert", "joint", g, v) for v in ("weights-only", "neighbours") for g in groups)
     for seed in seeds[1:]:
@@ -146,29 +142,20 @@ def uptrain_flops(student: Shape, teacher: Shape | None, tokens: int, window: in
 
 
 def convert_flops(
-    source: Shape,
-    student: Shape,
-    window: int,
-    tokens: int,
-    *,
-    measured: bool,
-    fitted: bool,
-    visits: int = 0,
-    whole_layer: bool = False,
+    source: Shape, student: Shape, window: int, tokens: int, visits: int, fitted: bool, whole_layer: bool
 ) -> float:
     """An estimate of what calibration costs on a model, merging itself left out.
 
     Args:
         source, student: Before and after.
         window: Tokens per block.
-        tokens: Calibration tokens.
-        measured: Whether the source read them for statistics.
-        fitted: Whether modules were fitted: the source reads the text once for the targets, the student
-            twice (moments for the refit, and past the fitted module).
+        tokens: Calibration tokens: read once for the statistics, and where modules are fitted once more by
+            the source (targets) and twice by the student (moments for the refit, and past the fitted module).
         visits: Token visits to each layer by regression.
+        fitted: Whether anything was fitted.
         whole_layer: Whether the target was a layer's output, not the attention module's.
     """
-    total = tokens * source.forward(window) * measured
+    total = tokens * source.forward(window)
     if fitted:
         total += tokens * (source.forward(window) + 2 * student.forward(window))
     return total + visits * student.fit(window, whole_layer)

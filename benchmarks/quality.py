@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 import transformers
-import yaml
 from _common import RESULTS, provenance, write_json
 from _quality_rows import (
     OBJECTIVES,
@@ -44,7 +43,6 @@ from mha2gqa.conversion import convert
 from mha2gqa.data import held_out, read_documents, token_blocks
 from mha2gqa.evaluation import block_loss
 from mha2gqa.loading import load_config_json, load_model, load_tokenizer, resolve_device
-from mha2gqa.reconstruct import ReconstructConfig
 from mha2gqa.uptraining import uptrain
 
 STAGES = ("baselines", "convert", "tune", "uptrain")
@@ -134,21 +132,10 @@ class Bench:
             return {"loss": self.loss(folder), **cost}
         return self.uptrained(row, rate)
 
-    def settings(self) -> str:
-        """A name for how calibration is done, so that what a try left behind is never reused."""
-        args = self.args
-        knobs = "".join(f"-{name}={value}" for name, value in args.fit)
-        return f"{args.calibration_tokens}x{args.window}{knobs}"
-
-    def place(self, *parts: str) -> Path:
-        """A path in the work folder that belongs to this model; its parents exist."""
-        path = self.args.work.joinpath(Path(self.args.model).name, *parts)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return path
-
     def converted(self, row: Row) -> tuple[Path, dict[str, Any]]:
         """The folder of a converted model and what it cost; made once for a work folder."""
-        folder = self.place("converted", self.settings(), row.key.replace("/", "_"))
+        name = row.key.replace("/", "_")
+        folder = self.args.work / "converted" / Path(self.args.model).name / name
         cost_file = folder.with_suffix(".json")
         if not cost_file.exists():
             calibrated = row.stage == "convert" and row.variant != "weights-only"
@@ -159,14 +146,14 @@ class Bench:
                     "calibration": [self.train],
                     "calibration_tokens": self.args.calibration_tokens,
                     "calibration_window": self.args.window,
-                    "statistics": str(self.place("statistics", self.settings() + ".safetensors")),
+                    "statistics": str(self.args.work / f"{Path(self.args.model).name}.statistics"),
                     "refit": refit,
                     "reconstruct": reconstruct,
                     "device": self.device,
-                    "fit": ReconstructConfig(**dict(self.args.fit)),
                 }
             if row.variant == "neighbours":
                 options["grouping"] = "neighbours"
+            folder.parent.mkdir(parents=True, exist_ok=True)
             began = time.monotonic()
             result = convert(
                 self.args.model,
@@ -175,36 +162,34 @@ class Bench:
                 method=row.method,
                 seed=row.seed,
                 force=True,
-                trust_remote_code=self.args.trust_remote_code,
                 **options,
             )
-            write_json(cost_file, self._convert_cost(row, folder, result, round(time.monotonic() - began, 1)))
+            write_json(cost_file, self._convert_cost(row, folder, result, time.monotonic() - began))
         return folder, json.loads(cost_file.read_text())
 
     def _convert_cost(self, row: Row, folder: Path, result: Any, seconds: float) -> dict[str, Any]:
         """Tokens, FLOPs and seconds of a conversion, calibration included."""
         about = result.calibration
-        fit = about.get("fit") or {}
-        measured = about.get("statistics") or {}
-        tokens, visits = about.get("unique_tokens", measured.get("tokens", 0)), about.get("token_visits", 0)
+        if not about:
+            return {"flops": 0.0, "seconds": round(seconds, 1), "unique_tokens": 0, "token_visits": 0}
+        fit = about.get("fit", {})
+        tokens = about.get("unique_tokens", about.get("statistics", {}).get("tokens", 0))
         flops = convert_flops(
             self.shape(self.args.model),
             self.shape(folder),
             self.args.window,
             tokens,
-            measured=bool(measured),
+            about.get("token_visits", 0),
             fitted=bool(fit),
-            visits=visits,
             whole_layer=fit.get("unit") == "layer",
         )
-        cost = {"unique_tokens": tokens, "token_visits": visits, "flops": flops, "seconds": seconds}
-        if fit.get("regress"):
-            cost["fit"] = {
-                key: fit[key] for key in ("steps", "batch_size", "learning_rate", "unit", "inputs")
-            }
-        return cost | {
-            "stage_seconds": about.get("seconds", {}),
+        return {
+            "flops": flops,
+            "seconds": round(seconds, 1),
+            "unique_tokens": tokens,
+            "token_visits": about.get("token_visits", 0),
             "calibration_losses": about.get("losses", {}),
+            "stage_seconds": about.get("seconds", {}),
         }
 
     def uptrained(self, row: Row, rate: float | None) -> dict[str, Any]:
@@ -216,7 +201,7 @@ class Bench:
             folder, before = self.converted(Row("baselines", "mean", row.groups))
         elif start == "joint":
             folder, before = self.converted(Row("convert", "joint", row.groups, self.args.start))
-        out = self.place("uptrained", row.key.replace("/", "_"))
+        out = self.args.work / "uptrained" / row.key.replace("/", "_")
         budget: dict[str, Any] = {"alpha": row.alpha, "original_tokens": self.args.original_tokens}
         if self.args.steps:
             budget = {"tokens": self.args.steps * self.args.batch_tokens}
@@ -234,7 +219,6 @@ class Bench:
             device=self.args.device,
             holdout=0.0,
             force=True,
-            trust_remote_code=self.args.trust_remote_code,
         )
         seconds = time.monotonic() - began
         tokens = result.budget["tokens"]
@@ -354,12 +338,6 @@ def run(args: argparse.Namespace) -> None:
     log(f"{len(table.rows)} rows in {table.path}; {left} left for want of time")
 
 
-def knob(text: str) -> tuple[str, Any]:
-    """`steps=20` as a name and a value."""
-    name, _, value = text.partition("=")
-    return name, yaml.safe_load(value)
-
-
 def parse_args(words: Sequence[str] | None = None) -> argparse.Namespace:
     """Options, of the command line by default."""
     parser = argparse.ArgumentParser(
@@ -388,7 +366,6 @@ def parse_args(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--batch-tokens", type=int, default=65536)
     add("--steps", type=int, help="uptraining steps instead of alpha (a try)")
     add("--calibration-tokens", type=int, default=524288)
-    add("--fit", nargs="+", type=knob, default=[], metavar="KEY=VALUE", help="of ReconstructConfig")
     add("--train-bytes", type=int, help="read only so much training text")
     add("--window", type=int, default=512)
     add("--max-eval-blocks", type=int, help="score only the first blocks (a try)")

@@ -32,7 +32,7 @@ def mean_and_spread(values: Sequence[float]) -> str:
 
 def _label(row: Mapping[str, Any]) -> str:
     variant = row.get("variant", "")
-    extra = f", {variant}" if variant else ""
+    extra = {"": "", "merged": ""}.get(variant, f", {variant}")
     alpha = f", alpha {row['alpha']:g}" if "alpha" in row else ""
     return f"{row['method']}{extra}{alpha}"
 

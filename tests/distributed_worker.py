@@ -12,7 +12,7 @@ import torch
 from conftest import pico_llama
 from training import TINY
 
-from mha2gqa.uptraining import run, train_model, uptrain
+from mha2gqa.uptraining import inmemory, run, train_model, uptrain
 from mha2gqa.uptraining.guard import SpikeGuard
 
 RUN = {"tokens": 64 * 6, "save_steps": 2, "learning_rate": 3e-3, **TINY, "keep_checkpoints": True}
@@ -43,7 +43,7 @@ def pretend_gpus() -> None:
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
         return arguments
 
-    run.build_arguments = built
+    run.build_arguments = inmemory.build_arguments = built
 
 
 def killed_at(step: int) -> Any:

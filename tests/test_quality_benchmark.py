@@ -29,9 +29,9 @@ def test_rows_are_unique_and_the_first_seed_of_everything_comes_first() -> None:
     keys = [row.key for row in plan]
     assert len(set(keys)) == len(keys)
     assert keys[0] == "baselines/original/G16/seed0"
-    # 1 + 3*2 baselines; (2 + 1 method and variant) x 2 G + 2 special x 2 G + 2 seeds x 2 methods x 2 G;
+    # 1 + 3*2 baselines; 2 methods x 2 variants x 2 G + 2 special x 2 G + 2 seeds x 2 methods x 2 G;
     # (4 recipes x 2 G + 1 control) x 2 alphas
-    assert len(keys) == 7 + (6 + 4 + 8) + 18
+    assert len(keys) == 7 + (8 + 4 + 8) + 18
     converted = [row for row in plan if row.stage == "convert"]
     assert [row.seed for row in converted] == sorted(row.seed for row in converted)
     assert {row.groups for row in plan if row.method == "original+ce"} == {16}
@@ -76,9 +76,9 @@ def test_the_parts_of_a_model_are_told_apart() -> None:
 def test_conversion_counts_the_statistics_pass_and_what_fitting_adds() -> None:
     shape = rows.Shape(matrix=100, attention=40, scores=8, head=10)
     once = shape.forward(10)
-    assert rows.convert_flops(shape, shape, 10, 7, measured=True, fitted=False) == 7 * once
-    assert rows.convert_flops(shape, shape, 10, 7, measured=False, fitted=True, visits=5) == pytest.approx(
-        7 * 3 * once + 5 * 3 * (2 * 40 + 2 * 10 * 8)
+    assert rows.convert_flops(shape, shape, 10, 7, 0, fitted=False, whole_layer=False) == 7 * once
+    assert rows.convert_flops(shape, shape, 10, 7, 5, fitted=True, whole_layer=False) == pytest.approx(
+        7 * 4 * once + 5 * 3 * (2 * 40 + 2 * 10 * 8)
     )
 
 

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from training import TINY, family
 
+from mha2gqa.errors import UsageError
 from mha2gqa.uptraining import uptrain
 
 
@@ -84,3 +85,22 @@ def test_attention_only_moves_nothing_else(models, tmp_path):
     after = load_file(tmp_path / "up" / "model.safetensors")
     moved = {name for name in before if not torch.equal(before[name], after[name])}
     assert moved == {name for name in before if "self_attn" in name}
+
+
+def test_sources_are_mixed_by_weight(models, tmp_path):
+    from training import write_text
+
+    _, student, text = models
+    few = write_text(tmp_path / "few.jsonl", documents=6, seed=9)
+    options = {**TINY, "tokens": 64 * 10, "teacher": "none", "data_weights": (3.0, 1.0)}
+    result = uptrain(student, tmp_path / "up", [text, few], **options)
+    assert any("few.jsonl has" in notice and "passes over it" in notice for notice in result.notices)
+    assert result.budget["unique_tokens"] < result.budget["tokens"]
+    with pytest.raises(UsageError, match="as many positive weights"):
+        uptrain(student, tmp_path / "no", [text], **options)
+
+
+def test_isolated_documents_are_trained(models, tmp_path):
+    _, student, text = models
+    result = uptrain(student, tmp_path / "up", text, tokens=640, isolate_documents=True, **TINY)
+    assert result.losses["held_out_end"] != result.losses["held_out_start"]

@@ -12,8 +12,16 @@ from conftest import pico_llama
 
 from mha2gqa.errors import TrainingError, UsageError
 from mha2gqa.uptraining import train_model
-from mha2gqa.uptraining.batches import BlockOrder, BlockStream, Collator, restarted_positions
+from mha2gqa.uptraining.batches import (
+    BlockOrder,
+    BlockStream,
+    Collator,
+    Mixture,
+    restarted_positions,
+    share_out,
+)
 from mha2gqa.uptraining.budget import learning_rate_factor
+from mha2gqa.uptraining.chat import hide
 from mha2gqa.uptraining.guard import SpikeGuard
 
 BLOCKS = torch.randint(0, 64, (24, 17), generator=torch.Generator().manual_seed(0))
@@ -126,10 +134,46 @@ def test_positions_restart_after_the_end_of_text():
 
 
 def test_masked_labels_do_not_count():
-    mask = np.ones((24, 16), dtype=bool)
-    mask[:, ::2] = False
-    batch = Collator()(BLOCKS[:4], mask[:4])
-    assert ((batch["labels"] == -100) == ~torch.as_tensor(mask[:4])).all()
+    spoken = torch.ones(4, 17, dtype=torch.bool)
+    spoken[:, ::2] = False
+    stored = hide(BLOCKS[:4].numpy(), spoken.numpy())
+    batch = Collator(counts_labels=True)(stored)
+    assert torch.equal(batch["input_ids"], BLOCKS[:4, :-1])
+    assert torch.equal(batch["labels"] == -100, ~spoken[:, 1:])
+    assert torch.equal(batch["labels"][spoken[:, 1:]], BLOCKS[:4, 1:][spoken[:, 1:]])
+
+
+def test_masked_labels_are_left_out_of_the_loss():
+    """U01: rows with few and many labels weigh by tokens, not by rows, and across micro-batches."""
+    spoken = torch.rand(24, 17, generator=torch.Generator().manual_seed(1)) < 0.3
+    spoken[:4] = True
+    stored = torch.from_numpy(hide(BLOCKS.numpy(), spoken.numpy()))
+    curves = []
+    for micro in (8, 1):
+        model = pico_llama()
+        collate = Collator(counts_labels=True)
+        options = OPTIONS | {"logging_steps": 1, "per_device_train_batch_size": micro}
+        result = train_model(model, stored, collate=collate, **options)
+        curves.append([e["loss"] for e in result.losses["train"]])
+    assert curves[0] == pytest.approx(curves[1], abs=1e-5)
+    order = BlockOrder(stored, STEPS * PER_STEP, 0, Collator(counts_labels=True))
+    batch = order.__getitems__(range(PER_STEP))
+    with torch.no_grad():
+        logits = pico_llama()(batch["input_ids"]).logits
+    wanted = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+    assert curves[0][0] == pytest.approx(wanted.item(), abs=1e-5)
+
+
+def test_mixture_keeps_its_shares_and_passes():
+    sources = [torch.full((5, 17), 1), torch.arange(7 * 17).reshape(7, 17) + 100]
+    mixture = Mixture(sources, (3.0, 1.0), 80, 0, Collator())
+    rows = [tuple(row) for row in mixture.fetch(range(80)).tolist()]
+    assert sum(row[0] == 1 for row in rows) == 60
+    second = [row for row in rows if row[0] != 1]
+    for turn in (second[:7], second[7:14]):
+        assert sorted(turn) == sorted(map(tuple, sources[1].tolist()))
+    assert mixture.fetch([41, 3]).tolist() == [list(rows[41]), list(rows[3])]
+    assert share_out(10, (1, 1, 1)) == [4, 3, 3]
 
 
 # --- guard --------------------------------------------------------------------------------------------

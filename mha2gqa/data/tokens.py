@@ -90,6 +90,21 @@ def iterate_blocks(
     Raises:
         DataError: There is not one whole block.
     """
+    return cut_blocks(encode_documents(tokenizer, texts), window, max_tokens=max_tokens)
+
+
+def cut_blocks(
+    documents: Iterable[np.ndarray], window: int, *, max_tokens: int | None = None
+) -> Iterator[np.ndarray]:
+    """Join encoded documents and cut blocks, as `iterate_blocks` does.
+
+    Args:
+        documents: Token ids `[n]` of one document after the other.
+        window, max_tokens: As in `token_blocks`.
+
+    Raises:
+        DataError: There is not one whole block.
+    """
     if window < 1:
         raise UsageError(f"a block of {window} tokens is not possible", where="--window")
     left = None if max_tokens is None else max_tokens // window
@@ -100,7 +115,7 @@ def iterate_blocks(
             fix="raise it or lower --window",
         )
     kept, held, total, blocks = [], 0, 0, 0  # `kept` arrays hold `held` ids not yet in a block
-    for ids in encode_documents(tokenizer, texts):
+    for ids in documents:
         kept.append(ids)
         held += len(ids)
         total += len(ids)

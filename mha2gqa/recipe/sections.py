@@ -113,6 +113,8 @@ class UptrainRecipe(Section):
         eval_data: Held-out text scored during training.
         holdout: Fraction of `data` held out by document hash where there is no `eval_data`.
         eval_tokens: At most so many held-out tokens each time.
+        data_weights: Share of the run of each entry of `data`.
+        assistant_only_loss: In chats, only the assistant's tokens carry loss.
         streaming, isolate_documents: How the data is read and packed.
         seed, device, torch_compile: As on the command line.
         save_steps, save_total_limit, logging_steps, eval_steps, keep_checkpoints: Bookkeeping.
@@ -142,6 +144,8 @@ class UptrainRecipe(Section):
     eval_data: tuple[str, ...] = ()
     holdout: float | None = None
     eval_tokens: int | None = None
+    data_weights: tuple[float, ...] | None = None
+    assistant_only_loss: bool | None = None
     streaming: bool | None = None
     isolate_documents: bool | None = None
     seed: int | None = None

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .budget import Budget, UptrainConfig, plan_budget
 
 if TYPE_CHECKING:
-    from .run import UptrainResult, run_uptrain, train_model, uptrain
+    from .inmemory import train_model
+    from .outcome import UptrainResult
+    from .run import run_uptrain, uptrain
 
 __all__ = ["Budget", "UptrainConfig", "UptrainResult", "plan_budget", "run_uptrain", "train_model", "uptrain"]
+
+_HOMES = {"train_model": "inmemory", "UptrainResult": "outcome", "run_uptrain": "run", "uptrain": "run"}
 
 
 def __getattr__(name: str) -> Any:
     """Import what needs torch only when it is asked for."""
-    if name in ("UptrainResult", "run_uptrain", "train_model", "uptrain"):
-        from . import run
-
-        return getattr(run, name)
+    if name in _HOMES:
+        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
     raise AttributeError(name)

@@ -40,42 +40,45 @@ def restarted_positions(inputs: Tensor, eos: int) -> Tensor:
     return index - starts.cummax(dim=1).values
 
 
-@dataclass(frozen=True)
-class Collator:
-    """Turns blocks `[B, T + 1]` into a batch: inputs, labels already shifted, positions if isolated.
-
-    Args:
-        eos: End-of-text id by which packed documents are kept apart, or None to let them attend.
-    """
-
-    eos: int | None = None
-    counts_labels = False  # every position has a label
-
-    def __call__(self, blocks: Any, mask: Any = None, keys: Any = None) -> Batch:
-        """Make the batch.
-
-        Args:
-            blocks: Ids `[B, T + 1]`, or a list of such rows.
-            mask: True where the target of a position counts, `[B, T]`; None for all.
-            keys: Numbers of the blocks in the run, `[B]`; for objectives that draw, so not here.
-        """
-        if isinstance(blocks, list):  # rows of a stream
-            blocks = np.stack(blocks)
-        ids = torch.as_tensor(np.asarray(blocks, dtype=np.int64))
-        batch = {"input_ids": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous()}
-        if mask is not None:
-            batch["labels"].masked_fill_(~torch.as_tensor(np.asarray(mask, dtype=bool)), IGNORED)
-        if self.eos is not None:
-            batch["position_ids"] = restarted_positions(batch["input_ids"], self.eos)
-        return batch
-
-
 class Collate(Protocol):
     """Blocks to a batch; `counts_labels` says whether labelled tokens must be counted."""
 
     counts_labels: bool
 
-    def __call__(self, blocks: Any, mask: Any = None, keys: Any = None) -> Batch: ...
+    def __call__(self, blocks: Any, keys: Any = None) -> Batch: ...
+
+
+@dataclass
+class Collator:
+    """Turns blocks `[B, T + 1]` into a batch: inputs, labels already shifted, positions if isolated.
+
+    Args:
+        eos: End-of-text id by which packed documents are kept apart, or None to let them attend.
+        counts_labels: Whether some tokens carry no loss (they come as `-id - 1`).
+    """
+
+    eos: int | None = None
+    counts_labels: bool = False
+
+    def __call__(self, blocks: Any, keys: Any = None) -> Batch:
+        """Make the batch.
+
+        Args:
+            blocks: Ids `[B, T + 1]`, or a list of such rows.
+            keys: Numbers of the blocks in the run, `[B]`; for objectives that draw, so not here.
+        """
+        if isinstance(blocks, list):  # rows of a stream
+            blocks = np.stack(blocks)
+        ids = torch.as_tensor(np.asarray(blocks, dtype=np.int64))
+        if self.counts_labels:
+            ids, spoken = torch.where(ids < 0, -ids - 1, ids), ids >= 0
+        batch = {"input_ids": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous()}
+        if self.counts_labels:
+            # Not in place: with a single row the slices of inputs and labels share memory.
+            batch["labels"] = batch["labels"].masked_fill(~spoken[:, 1:], IGNORED)
+        if self.eos is not None:
+            batch["position_ids"] = restarted_positions(batch["input_ids"], self.eos)
+        return batch
 
 
 class BlockOrder(Dataset):
@@ -86,13 +89,10 @@ class BlockOrder(Dataset):
         count: Blocks of the whole run (steps * blocks per step).
         seed: Chooses the order.
         collate: Makes the batch.
-        mask: See `Collator`, `[N, T]`.
     """
 
-    def __init__(
-        self, blocks: Blocks, count: int, seed: int, collate: Collate, mask: np.ndarray | None = None
-    ) -> None:
-        self.blocks, self.count, self.seed, self.collate, self.mask = blocks, count, seed, collate, mask
+    def __init__(self, blocks: Blocks, count: int, seed: int, collate: Collate) -> None:
+        self.blocks, self.count, self.seed, self.collate = blocks, count, seed, collate
         self._orders: OrderedDict[int, np.ndarray] = OrderedDict()
 
     def __len__(self) -> int:
@@ -107,13 +107,58 @@ class BlockOrder(Dataset):
                 self._orders.popitem(last=False)
         return int(self._orders[turn][place])
 
+    def fetch(self, indices: Sequence[int]) -> Blocks:
+        """The blocks of some items, `[B, T + 1]`."""
+        return self.blocks[[self.row(i) for i in indices]]
+
     def __getitems__(self, indices: Sequence[int]) -> Batch:
-        rows = [self.row(i) for i in indices]
-        mask = None if self.mask is None else self.mask[rows]
-        return self.collate(self.blocks[rows], mask, list(indices))
+        return self.collate(self.fetch(indices), list(indices))
 
     def __getitem__(self, index: int) -> Batch:
         return self.__getitems__([index])
+
+
+class Mixture(BlockOrder):
+    """Several sources in fixed shares, each in its own random order; item i is a function of i.
+
+    Args:
+        sources: Blocks `[N, T + 1]` of each source.
+        shares: Positive shares of the run, one per source; they need not add up to 1.
+        count, seed, collate: As in `BlockOrder`.
+    """
+
+    def __init__(
+        self, sources: Sequence[Blocks], shares: Sequence[float], count: int, seed: int, collate: Collate
+    ) -> None:
+        super().__init__(sources[0], count, seed, collate)
+        quotas = share_out(count, shares)
+        labels = np.repeat(np.arange(len(sources), dtype=np.uint8), quotas)
+        self.source = np.random.default_rng([seed, count]).permutation(labels)  # of each item
+        self.place = np.empty(count, dtype=np.int64)  # of each item among its source's
+        for number, quota in enumerate(quotas):
+            self.place[self.source == number] = np.arange(quota)
+        self.orders = [
+            BlockOrder(blocks, quota, seed + number, collate)
+            for number, (blocks, quota) in enumerate(zip(sources, quotas, strict=True))
+        ]
+
+    def fetch(self, indices: Sequence[int]) -> Blocks:
+        """The blocks of some items, `[B, T + 1]`."""
+        rows = []
+        for i in indices:
+            order = self.orders[self.source[i]]
+            rows.append(np.asarray(order.blocks[order.row(int(self.place[i]))]))
+        return np.stack(rows)
+
+
+def share_out(count: int, shares: Sequence[float]) -> list[int]:
+    """Whole numbers in the given proportions that add up to `count` (largest remainders first)."""
+    exact = [count * share / sum(shares) for share in shares]
+    quotas = [int(x) for x in exact]
+    by_remainder = sorted(range(len(shares)), key=lambda i: quotas[i] - exact[i])
+    for i in by_remainder[: count - sum(quotas)]:
+        quotas[i] += 1
+    return quotas
 
 
 def as_is(batch: Batch) -> Batch:
@@ -198,9 +243,9 @@ def save_blocks(path: Path, blocks: Iterable[np.ndarray], vocabulary: int) -> in
     Args:
         path: The file.
         blocks: Integer rows `[T + 1]` of one length.
-        vocabulary: Size of the vocabulary, which decides the integer type on disk.
+        vocabulary: Ids are below this, which decides the integer type on disk; 0 if some are negative.
     """
-    kind = np.uint16 if vocabulary <= 2**16 else np.int32
+    kind = np.uint16 if 0 < vocabulary <= 2**16 else np.int32
     rows = np.stack([row.astype(kind) for row in blocks])
     partial = path.with_suffix(".partial")
     with partial.open("wb") as file:

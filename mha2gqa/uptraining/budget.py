@@ -94,7 +94,10 @@ class UptrainConfig:
         original_tokens: Pretraining tokens of the original model; known for many public families.
         original_steps, original_batch_tokens: The same, as steps of that many tokens.
         tokens: Train this many tokens instead of a fraction.
-        text_column: Column of JSONL, parquet and hub data.
+        data_weights: Share of the run that each entry of `data` gets; by default all documents are shuffled
+            together.
+        text_column: Column of JSONL, parquet and hub data: text, or chat messages.
+        assistant_only_loss: In chats, only the assistant's tokens carry loss (distillation included).
         window: Tokens per block; default: the model's positions, at most 2048.
         batch_tokens: Tokens per optimiser step over all processes.
         learning_rate: Peak rate; default `default_learning_rate(hidden_size)`.
@@ -133,7 +136,9 @@ class UptrainConfig:
     original_steps: int | None = None
     original_batch_tokens: int | None = None
     tokens: int | None = None
+    data_weights: tuple[float, ...] | None = None
     text_column: str = "text"
+    assistant_only_loss: bool = True
     window: int | None = None
     batch_tokens: int = 65_536
     learning_rate: float | None = None
@@ -176,6 +181,16 @@ class UptrainConfig:
         for name in ("batch_tokens", "eval_tokens", "save_total_limit", "logging_steps", "lora_r"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{getattr(self, name)} is too small", where=name, fix="give at least 1")
+        if self.data_weights is not None:
+            if len(self.data_weights) != len(self.data) or min(self.data_weights) <= 0:
+                raise UsageError(
+                    f"{len(self.data)} sources need as many positive weights",
+                    where=f"data_weights {list(self.data_weights)}",
+                )
+            if self.streaming:
+                raise UsageError(
+                    "needs data that is read first", where="data_weights", fix="leave out streaming"
+                )
         if not 0 <= self.ce_weight <= 1:
             raise UsageError(f"{self.ce_weight} is not a share", where="ce_weight", fix="give 0 to 1")
         if not self.temperature > 0:

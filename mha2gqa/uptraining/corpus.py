@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import logging
+import json
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -12,13 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from ..data import encode_documents, held_out, iterate_blocks, read_documents
-from ..errors import DataError
-from .batches import BlockOrder, Blocks, BlockStream, Collate, save_blocks
+from ..data import Document, cut_blocks, encode_documents, held_out, read_records
+from ..errors import DataError, UsageError
+from .batches import BlockOrder, Blocks, BlockStream, Collate, Collator, Mixture, save_blocks, share_out
 from .budget import Budget, UptrainConfig
+from .chat import encode_chats
 from .workspace import write_json
-
-logger = logging.getLogger(__name__)
 
 SHUFFLED_BYTES = 4 << 30  # text held in memory to be shuffled; beyond it only the beginning is used
 
@@ -31,6 +30,7 @@ class Corpus:
         train: Blocks in the order of the run, or a stream of them.
         held_out: Held-out blocks `[M, T + 1]`, or None.
         unique_tokens: Tokens of the training blocks, None for a stream.
+        collate: Makes batches.
         notices: What the user should know.
     """
 
@@ -41,66 +41,105 @@ class Corpus:
     notices: list[str] = field(default_factory=list)
 
 
-def _same_text(text: str) -> str:
-    return " ".join(text.split())
+def content(document: Document) -> str:
+    """What identifies a document: its words, or its messages."""
+    if document.messages is not None:
+        return json.dumps(document.messages, sort_keys=True, ensure_ascii=False, default=str)
+    return " ".join(document.text.split())
 
 
 class Texts:
-    """The documents of a run, train and held-out side disjoint by content."""
+    """The documents of a run, train and held-out side disjoint by content.
+
+    Args:
+        config: The run.
+    """
 
     def __init__(self, config: UptrainConfig) -> None:
         self.config = config
-        self.known = {_same_text(text) for text in self.held_out()} if config.eval_data is not None else set()
+        self.known = {content(d) for d in self.held_out()} if config.eval_data is not None else set()
 
-    def _read(self, paths: tuple[str, ...]) -> Iterator[str]:
-        return read_documents(list(paths), text_column=self.config.text_column)
+    def _read(self, paths: Sequence[str]) -> Iterator[Document]:
+        return read_records(list(paths), text_column=self.config.text_column)
 
-    def _is_held_out(self, text: str) -> bool:
+    def _is_held_out(self, document: Document) -> bool:
         if self.config.eval_data is not None:
-            return _same_text(text) in self.known
-        return self.config.holdout > 0 and held_out(text, self.config.holdout, 0)
+            return content(document) in self.known
+        return self.config.holdout > 0 and held_out(content(document), self.config.holdout, 0)
 
-    def train(self) -> Iterator[str]:
-        """Training documents in the order of the data."""
-        return (text for text in self._read(self.config.data) if not self._is_held_out(text))
+    def train(self, paths: Sequence[str] | None = None) -> Iterator[Document]:
+        """Training documents of some sources (all by default), in the order of the data."""
+        return (d for d in self._read(paths or self.config.data) if not self._is_held_out(d))
 
-    def held_out(self) -> Iterator[str]:
+    def held_out(self) -> Iterator[Document]:
         """Held-out documents in the order of the data."""
         if self.config.eval_data is not None:
             return self._read(self.config.eval_data)
         if self.config.holdout == 0:
             return iter(())
-        return (text for text in self._read(self.config.data) if self._is_held_out(text))
+        return (d for d in self._read(self.config.data) if self._is_held_out(d))
+
+    def are_chats(self) -> bool:
+        """Whether the data holds chat messages, by its first document."""
+        return next(self._read(self.config.data)).messages is not None
 
 
-def _shuffled(texts: Iterable[str], seed: int, notices: list[str]) -> list[str]:
-    held, size = [], 0
-    for text in texts:
-        held.append(text)
-        size += len(text)
-        if size >= SHUFFLED_BYTES:
-            notices.append(
-                f"only the first {size / 1e9:.1f} GB of text are used; streaming reads all of it in order"
-            )
-            break
-    random.Random(seed).shuffle(held)
-    return held
+class Cutter:
+    """Turns documents into blocks, and keeps them in files for a resumed run.
+
+    Args:
+        config, budget: The run.
+        tokenizer: Of the model.
+        chats: Whether the documents are chats.
+        folder: Where the files go.
+    """
+
+    def __init__(
+        self, config: UptrainConfig, budget: Budget, tokenizer: Any, chats: bool, folder: Path
+    ) -> None:
+        self.config, self.budget, self.tokenizer = config, budget, tokenizer
+        self.chats, self.folder = chats, folder
+
+    def encode(self, documents: Iterable[Document]) -> Iterator[np.ndarray]:
+        """Ids of each document, through the chat template where they are chats."""
+        if self.chats:
+            return encode_chats(self.tokenizer, documents, self.config.assistant_only_loss)
+        return encode_documents(self.tokenizer, (_text(d) for d in documents))
+
+    def shuffled(self, documents: Iterable[Document], notices: list[str]) -> Iterator[Document]:
+        """The documents in an order given by the seed."""
+        held, size = [], 0
+        for document in documents:
+            held.append(document)
+            size += len(document.text) or len(content(document))
+            if size >= SHUFFLED_BYTES:
+                notices.append(
+                    f"only the first {size / 1e9:.1f} GB of text are used; streaming reads all of it in order"
+                )
+                break
+        random.Random(self.config.seed).shuffle(held)
+        yield from held
+
+    def blocks(self, name: str, documents: Iterable[Document], max_tokens: int) -> np.ndarray:
+        """Blocks `[N, T + 1]`, cut once and memory-mapped from then on: a resumed run sees the same ones."""
+        path = self.folder / f"{name}.npy"
+        if not path.exists():
+            ids = self.encode(documents)
+            cut = cut_blocks(ids, self.budget.window, max_tokens=max_tokens)
+            save_blocks(path, cut, 0 if self.chats else len(self.tokenizer))
+        return np.load(path, mmap_mode="r")
 
 
-def _blocks_file(path: Path, make: Callable[[], Iterable[np.ndarray]], vocabulary: int) -> np.ndarray:
-    """Blocks cut once and memory-mapped from then on, so that a resumed run sees the same ones."""
-    if not path.exists():
-        save_blocks(path, make(), vocabulary)
-    return np.load(path, mmap_mode="r")
+def _text(document: Document) -> str:
+    if document.messages is not None:
+        raise DataError(
+            "a chat among texts", where=document.source, fix="train on one kind of data at a time"
+        )
+    return document.text
 
 
 def load_corpus(
-    config: UptrainConfig,
-    budget: Budget,
-    tokenizer: Any,
-    folder: Path,
-    vocabulary: int,
-    collate: Collate,
+    config: UptrainConfig, budget: Budget, tokenizer: Any, folder: Path, collate: Collate
 ) -> Corpus:
     """Read and cut the data of a run; what is cut is kept in `folder` for a resumed run.
 
@@ -108,56 +147,68 @@ def load_corpus(
         config, budget: The run.
         tokenizer: Of the model.
         folder: The workspace.
-        vocabulary: Output columns of the model.
         collate: Makes batches.
 
     Raises:
         DataError: There is no training text, or less than one block of it.
+        UsageError: The data is of a kind that the options do not fit.
     """
     texts, notices = Texts(config), list[str]()
-    window = budget.window
-    scored = _held_out_blocks(config, budget, tokenizer, folder, vocabulary, texts, notices)
+    chats = texts.are_chats()
+    if chats:
+        if not isinstance(collate, Collator) or config.isolate_documents:
+            where = "isolate_documents" if config.isolate_documents else "objective span-corruption"
+            raise UsageError("is not possible with chats", where=where, fix="leave it out, or train on text")
+        collate = Collator(counts_labels=True)
+    cutter = Cutter(config, budget, tokenizer, chats, folder)
+    scored = _held_out_blocks(cutter, texts, notices)
     if config.streaming:
 
         def documents(first: int) -> Iterator[np.ndarray]:
-            return encode_documents(tokenizer, islice(texts.train(), first, None))
+            return cutter.encode(islice(texts.train(), first, None))
 
-        stream = BlockStream(documents, window, budget.blocks_per_step)
+        stream = BlockStream(documents, budget.window, budget.blocks_per_step)
         return Corpus(stream, scored, None, collate, notices)
-
-    def cut() -> Iterator[np.ndarray]:
-        shuffled = _shuffled(texts.train(), config.seed, notices)
-        return iterate_blocks(tokenizer, shuffled, window, max_tokens=budget.tokens)
-
-    blocks = _blocks_file(folder / "train.npy", cut, vocabulary)
-    unique = len(blocks) * window
-    if unique < budget.tokens:
-        notices.append(
-            f"the data has {unique:,} tokens in whole blocks: {budget.tokens / unique:.2f} passes over it"
-        )
-    order = BlockOrder(blocks, budget.steps * budget.blocks_per_step, config.seed, collate)
+    order = _order(cutter, texts, collate, notices)
+    sources = [part.blocks for part in order.orders] if isinstance(order, Mixture) else [order.blocks]
+    unique = sum(len(blocks) for blocks in sources) * budget.window
     return Corpus(order, scored, unique, collate, notices)
 
 
-def _held_out_blocks(
-    config: UptrainConfig,
-    budget: Budget,
-    tokenizer: Any,
-    folder: Path,
-    vocabulary: int,
-    texts: Texts,
-    notices: list[str],
-) -> np.ndarray | None:
-    path, none = folder / "held_out.npy", folder / "held_out.none"
+def _order(cutter: Cutter, texts: Texts, collate: Collate, notices: list[str]) -> BlockOrder:
+    """Training blocks in memory-mapped files, in the order of the run; says where data is repeated."""
+    config, budget = cutter.config, cutter.budget
+    count = budget.steps * budget.blocks_per_step
+    groups = [config.data] if config.data_weights is None else [(path,) for path in config.data]
+    quotas = share_out(count, config.data_weights or (1.0,))
+    found = []
+    for number, (paths, quota) in enumerate(zip(groups, quotas, strict=True)):
+        if quota == 0:
+            raise UsageError(
+                f"its share is less than one of the {count} blocks of the run",
+                where=f"data_weights of {paths[0]}",
+                fix="raise it, or leave that source out",
+            )
+        documents = cutter.shuffled(texts.train(paths), notices)  # read only if they must be cut
+        blocks = cutter.blocks(f"train-{number}", documents, quota * budget.window)
+        if len(blocks) < quota:
+            notices.append(
+                f"{paths[0] if len(paths) == 1 else 'the data'} has {len(blocks) * budget.window:,} tokens in "
+                f"whole blocks: {quota / len(blocks):.2f} passes over it"
+            )
+        found.append(blocks)
+    if len(found) > 1:
+        return Mixture(found, config.data_weights or (), count, config.seed, collate)
+    return BlockOrder(found[0], count, config.seed, collate)
+
+
+def _held_out_blocks(cutter: Cutter, texts: Texts, notices: list[str]) -> np.ndarray | None:
+    config, none = cutter.config, cutter.folder / "held_out.none"
     if none.exists():
         return None
-    limit = max(config.eval_tokens, budget.window)
+    limit = max(config.eval_tokens, cutter.budget.window)
     try:
-        return _blocks_file(
-            path,
-            lambda: iterate_blocks(tokenizer, texts.held_out(), budget.window, max_tokens=limit),
-            vocabulary,
-        )
+        return cutter.blocks("held_out", texts.held_out(), limit)
     except DataError as error:
         if config.eval_data is not None:
             raise

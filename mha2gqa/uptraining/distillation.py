@@ -120,7 +120,7 @@ def attached(model: Any, spec: Objective, teacher: Teacher | None = None) -> Ite
         model = model.get_base_model()
     head = find_head(model)
     own_forward = model.forward
-    base = getattr(model, model.base_model_prefix, None)  # T5 has none
+    base: Any = getattr(model, model.base_model_prefix, None)  # T5 has none
 
     def forward(self: Any, labels: Tensor, teacher_states: Tensor | None = None, **inputs: Any) -> Any:
         # labels [B, T] are already shifted: the target of each position

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 IGNORED = -100  # label of a position without loss, as everywhere in transformers
-CHUNK_ELEMENTS = {"cpu": 2**22, "default": 2**26}  # float32 logits of one chunk: 16 MiB, 256 MiB
+CHUNK_ELEMENTS = {"cpu": 2**22, "default": 2**27}  # float32 logits of one chunk: 16 MiB, 512 MiB
 
 TeacherChunk = Callable[[slice], Tensor]
 
@@ -76,8 +76,9 @@ def objective(
     ce_weight: float,
     scale: float,
     softcap: float | None,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss of one chunk and its gradient, in z's (float) precision.
+    """Loss of one chunk and its gradient, computed in z's (float) precision.
 
     Args:
         z: Bare student logits `[C, V]`, before factor and cap.
@@ -86,6 +87,7 @@ def objective(
             and both sides are renormalised without them.
         temperature, ce_weight: See `Objective`.
         scale, softcap: See `Head`.
+        dtype: What the gradient is rounded to.
 
     Returns:
         The summed loss, the summed cross-entropy (0 where it would cost extra), both scalars, and
@@ -103,8 +105,8 @@ def objective(
     if teacher is None or ce_weight > 0:
         weight = 1.0 if teacher is None else ce_weight
         loss = weight * ce_sum
-        grad = weight * keep * logq.exp()
-        grad = grad.scatter_add(1, target, -weight * keep)
+        hit = torch.arange(z.shape[1], device=z.device) == target  # compared, not scattered: it fuses
+        grad = weight * keep * (logq.exp() - hit.to(z.dtype))
     if teacher is not None and ce_weight < 1:
         width = min(z.shape[1], teacher.shape[1])
         weight = 1.0 - ce_weight
@@ -117,7 +119,7 @@ def objective(
         kl_grad = F.pad(kl_grad, (0, z.shape[1] - width))
         grad = kl_grad if grad is None else grad + kl_grad
     assert grad is not None
-    return loss, ce_sum, _shape_backward(grad, y, scale, softcap)
+    return loss, ce_sum, _shape_backward(grad, y, scale, softcap).to(dtype)
 
 
 @functools.cache
@@ -191,18 +193,17 @@ class _ChunkedLoss(torch.autograd.Function):
                 if bias is not None:
                     z = z + bias.to(wide)
                 t = None if teacher is None else teacher(part).to(wide)
-                part_loss, part_ce, grad = run(
-                    z, labels[part], t, spec.temperature, spec.ce_weight, scale, softcap
+                part_loss, part_ce, grad_z = run(
+                    z, labels[part], t, spec.temperature, spec.ce_weight, scale, softcap, dtype
                 )
                 loss += part_loss
                 ce += part_ce
-                grad_z = grad.to(dtype)
                 if grad_hidden is not None:
-                    grad_hidden[part] = grad_z if head is None else (grad_z @ head).to(hidden.dtype)
+                    grad_hidden[part] = (grad_z if head is None else grad_z @ head).to(hidden.dtype)
                 if grad_weight is not None:
                     grad_weight += product(grad_z.t(), x)
                 if grad_bias is not None:
-                    grad_bias += grad.sum(0)
+                    grad_bias += grad_z.sum(0, dtype=wide)
         ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
         ctx.dtypes = [None if p is None else p.dtype for p in (hidden, weight, bias)]
         ctx.mark_non_differentiable(ce)

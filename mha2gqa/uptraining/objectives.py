@@ -29,12 +29,11 @@ class SpanCollator:
     corruption: SpanCorruption
     counts_labels = True  # a block of L tokens has fewer targets
 
-    def __call__(self, blocks: Any, mask: Any = None, keys: Any = None) -> Batch:
+    def __call__(self, blocks: Any, keys: Any = None) -> Batch:
         """Make the batch.
 
         Args:
             blocks: Ids `[B, L + 1]`, or a list of such rows.
-            mask: Not used.
             keys: What decides the noise of each block, `[B]`: its number in the run, so that each pass
                 over the data takes other spans out. None: the block's own ids.
         """

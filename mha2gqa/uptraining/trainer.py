@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,9 +16,9 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, SequentialSampler
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainingArguments
 
-from ..errors import CheckpointError, UsageError
+from ..errors import CheckpointError
 from .batches import BlockOrder, Blocks, BlockStream, Collate, Position, as_is
-from .budget import Budget, UptrainConfig, default_learning_rate, learning_rate_factor, warmup_count
+from .budget import Budget, UptrainConfig, learning_rate_factor, warmup_count
 from .distillation import Teacher
 from .guard import Meter, SpikeGuard, flops_per_token, forward_flops, peak_flops
 from .losses import IGNORED
@@ -29,143 +28,6 @@ from .workspace import seal, write_json
 logger = logging.getLogger(__name__)
 
 STATE = "mha2gqa_state.json"  # guard and stream position, beside the Trainer's own state
-MICRO_BATCH_TOKENS = {"cpu": 4096, "default": 16_384}
-
-# TrainingArguments that the budget or the data decide; the words to use instead.
-OWNED = {
-    "output_dir": "OUT",
-    "max_steps": "alpha or tokens",
-    "num_train_epochs": "alpha or tokens",
-    "gradient_accumulation_steps": "batch_tokens and per_device_train_batch_size",
-    "label_smoothing_factor": "ce_weight and temperature",
-    "remove_unused_columns": "data",
-    "train_sampling_strategy": "seed",
-    "data_seed": "seed",
-    "ignore_data_skip": "nothing: data position is always exact",
-    "resume_from_checkpoint": "nothing: the same command resumes by itself",
-    "auto_find_batch_size": "per_device_train_batch_size",
-    "load_best_model_at_end": "nothing: the last step is the result",
-    "warmup_ratio": "warmup_steps (below 1 it is a fraction)",
-    "do_train": "nothing",
-    "use_cpu": "device",
-    "eval_strategy": "eval_steps and eval_data",
-    "save_strategy": "save_steps",
-}
-# Names that changed between the transformers versions supported.
-RENAMED = (("activation_checkpointing", "gradient_checkpointing"),)
-
-
-def check_training_args(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Check pass-through options by name.
-
-    Returns:
-        The options under the names the installed transformers uses.
-
-    Raises:
-        UsageError: Unknown to TrainingArguments (the nearest name is given), or decided by the budget.
-    """
-    import difflib
-
-    known = {f.name for f in fields(TrainingArguments) if f.init}
-    out: dict[str, Any] = {}
-    for name, value in given.items():
-        for new, old in RENAMED:
-            for ours, theirs in ((new, old), (old, new), (f"{new}_kwargs", f"{old}_kwargs")):
-                if name == ours and name not in known:
-                    name = theirs
-        if name in OWNED:
-            raise UsageError("is decided elsewhere", where=name, fix=f"use {OWNED[name]}")
-        if name not in known:
-            close = difflib.get_close_matches(name, known | {f.name for f in fields(UptrainConfig)}, n=1)
-            raise UsageError(
-                "is neither an option of uptrain nor of transformers.TrainingArguments",
-                where=name,
-                fix=f"did you mean {close[0]}?" if close else None,
-            )
-        out[name] = value
-    return out
-
-
-def world_size() -> int:
-    """Processes of this run, as torchrun and accelerate announce them."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def micro_batch(budget: Budget, world: int, device: str, given: int | None) -> int:
-    """Blocks per forward pass of one process: as many as fit, dividing the step evenly.
-
-    Raises:
-        UsageError: The step cannot be shared out evenly.
-    """
-    blocks = budget.blocks_per_step
-    if blocks % world:
-        raise UsageError(
-            f"{blocks} blocks a step cannot be shared by {world} processes",
-            where="batch_tokens",
-            fix=f"give a multiple of {world * budget.window:,}",
-        )
-    own = blocks // world
-    if given is not None:
-        if given < 1 or own % given:
-            raise UsageError(
-                f"does not divide the {own} blocks of a step and process",
-                where=f"per_device_train_batch_size {given}",
-                fix=f"use one of {', '.join(str(n) for n in range(1, own + 1) if own % n == 0)}",
-            )
-        return given
-    limit = MICRO_BATCH_TOKENS.get(device, MICRO_BATCH_TOKENS["default"]) // budget.window
-    return max(n for n in range(1, own + 1) if own % n == 0 and (n <= limit or n == 1))
-
-
-def build_arguments(
-    config: UptrainConfig, budget: Budget, folder: Path, hidden_size: int, evaluates: bool
-) -> TrainingArguments:
-    """TrainingArguments of a run: our defaults, then the user's own words over them."""
-    extra = check_training_args(config.training_args)
-    on_cpu = config.device == "cpu" or not torch.cuda.is_available()
-    device = "cpu" if on_cpu else "cuda"
-    micro = micro_batch(budget, world_size(), device, extra.pop("per_device_train_batch_size", None))
-    steps = budget.steps
-    save_every = config.save_steps if config.save_steps >= 1 else max(1, round(config.save_steps * steps))
-    defaults: dict[str, Any] = {
-        "learning_rate": config.learning_rate or default_learning_rate(hidden_size),
-        "weight_decay": 0.1,
-        "adam_beta1": 0.9,
-        "adam_beta2": 0.95,
-        "max_grad_norm": 1.0,
-        "optim": "adamw_torch_fused",
-        "bf16": device == "cuda" and torch.cuda.is_bf16_supported(),
-        "per_device_eval_batch_size": micro,
-        "report_to": "none",
-        "disable_tqdm": True,
-        "ddp_timeout": 7200,
-        "ddp_find_unused_parameters": False,
-        "dataloader_num_workers": 0,
-        "logging_nan_inf_filter": False,  # a bad loss stops the run; it is never papered over
-        "average_tokens_across_devices": False,  # the loss is divided by the step's tokens already
-        # FSDP reduces every micro-batch: holding whole gradients until the last would cost 4 bytes a weight.
-        "accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": bool(extra.get("fsdp"))}},
-    }
-    fixed: dict[str, Any] = {
-        "output_dir": str(folder),
-        "max_steps": steps,
-        "per_device_train_batch_size": micro,
-        "gradient_accumulation_steps": budget.blocks_per_step // world_size() // micro,
-        "seed": config.seed,
-        "use_cpu": on_cpu,
-        "logging_steps": min(config.logging_steps, steps),
-        "eval_strategy": "steps" if evaluates else "no",
-        "eval_steps": config.eval_steps or max(1, -(-steps // 10)),
-        "save_strategy": "steps",
-        "save_steps": int(save_every),
-        "save_total_limit": None,  # rotation waits until the new checkpoint is complete
-        "remove_unused_columns": False,
-        "label_names": ["labels"],
-    }
-    known = {f.name for f in fields(TrainingArguments) if f.init}
-    args = TrainingArguments(**{k: v for k, v in (defaults | extra | fixed).items() if k in known})
-    args._n_gpu = min(1, args.n_gpu)  # never nn.DataParallel: several GPUs are used through torchrun
-    return args
 
 
 def training_flops(model: Any, teacher: Teacher | None, window: int) -> float:
@@ -327,7 +189,8 @@ class UptrainTrainer(Trainer):
             rows = [min(start + rank * size + i, count) for i in range(size)]
             mine = [min(row, count - 1) for row in rows]
             batch = self.run.collate(self.run.held_out[mine], keys=mine)
-            batch["labels"][[row >= count for row in rows]] = IGNORED
+            surplus = torch.tensor([row >= count for row in rows])[:, None]
+            batch["labels"] = batch["labels"].masked_fill(surplus, IGNORED)
             yield batch
 
     def evaluate(self, *_: Any, metric_key_prefix: str = "eval", **__: Any) -> dict[str, float]:

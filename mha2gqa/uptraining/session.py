@@ -1,0 +1,142 @@
+"""One training, from a model ready to be trained to its consolidated weights."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import TrainingError
+from .arguments import world_size
+from .budget import Budget, UptrainConfig
+from .compiling import compile_layers, undo_compile, worth_compiling
+from .corpus import Corpus
+from .distillation import Teacher, attached
+from .guard import Interrupted, stop_signals
+from .losses import Objective
+from .trainer import Run, UptrainTrainer, training_flops
+from .workspace import Workspace
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Trained:
+    """A finished training: the model, its consolidated weights, and the trainer's record."""
+
+    model: Any
+    trainer: UptrainTrainer
+    state: dict[str, torch.Tensor] | None
+    corpus: Corpus
+    notices: list[str]
+    resumed_from: int | None
+    start: float | None
+    end: float | None
+    adapter: Path | None = None
+    merge: dict[str, float] | None = None
+
+    def wait(self) -> None:
+        """Wait for the other processes."""
+        self.trainer.accelerator.wait_for_everyone()
+
+
+def train(
+    student: Any,
+    args: Any,
+    config: UptrainConfig,
+    budget: Budget,
+    corpus: Corpus,
+    teacher: Teacher | None,
+    workspace: Workspace | None,
+    notices: list[str],
+) -> Trained:
+    """The training itself, common to checkpoints and models in memory.
+
+    Args:
+        student: The model, float32; trained in place.
+        args: From `build_arguments`.
+        config, budget, corpus, teacher: The run.
+        workspace: Where checkpoints go and resuming starts, None for neither.
+        notices: Extended by what comes up.
+    """
+    notices += corpus.notices
+    for notice in notices:
+        logger.warning("%s", notice)
+    compiled = _should_compile(student, args, config, budget, teacher)
+    spec = Objective(teacher is not None, config.temperature, config.ce_weight if teacher else 1.0, compiled)
+    try:
+        with attached(student, spec, teacher), stop_signals() as stop:
+            if compiled:  # after the heads were probed with a few tokens
+                compile_layers(student)
+                if teacher is not None:
+                    compile_layers(teacher.model)
+            masked = corpus.collate.counts_labels
+            run = Run(config, budget, corpus.train, corpus.held_out, teacher, masked, stop, corpus.collate)
+            trainer = UptrainTrainer(student, args, run)
+            checkpoint = None if workspace is None else workspace.last()
+            if checkpoint is not None:
+                trainer.restore(checkpoint)
+                logger.info("resuming from %s", checkpoint)
+            start, end = _fit(trainer, checkpoint)
+            state = _consolidated(trainer)
+    finally:
+        undo_compile(student)
+        if teacher is not None:
+            undo_compile(teacher.model)
+    if trainer.state.global_step < budget.steps:
+        raise Interrupted(
+            f"stopped at step {trainer.state.global_step} of {budget.steps}",
+            where=None if workspace is None else workspace.root,
+            fix="run the same command to continue",
+        )
+    resumed = None if checkpoint is None else int(checkpoint.name.rpartition("-")[2])
+    return Trained(student, trainer, state, corpus, notices, resumed, start, end)
+
+
+def _should_compile(
+    student: Any, args: Any, config: UptrainConfig, budget: Budget, teacher: Teacher | None
+) -> bool:
+    if config.torch_compile is not None:
+        return config.torch_compile
+    flops = training_flops(student, teacher, budget.window) * budget.tokens
+    return worth_compiling(flops, args.device, world_size())
+
+
+def _fit(trainer: UptrainTrainer, checkpoint: Path | None) -> tuple[float | None, float | None]:
+    """Train; held-out loss before and after."""
+    scored = trainer.run.held_out is not None
+    history: list[dict[str, Any]] = []
+    try:
+        trainer.args.eval_on_start = scored and checkpoint is None
+        trainer.meter.reset(trainer.meter.tokens)
+        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        history = trainer.state.log_history
+        done = trainer.state.global_step >= trainer.run.budget.steps
+        if (
+            scored
+            and done
+            and not any(e.get("step") == trainer.state.global_step and "eval_loss" in e for e in history)
+        ):
+            trainer.evaluate()
+    except torch.OutOfMemoryError as error:
+        size = trainer.args.per_device_train_batch_size
+        raise TrainingError(
+            f"out of memory with {size} blocks of {trainer.run.budget.window} tokens at a time",
+            where=str(trainer.args.device),
+            fix="lower per_device_train_batch_size or window, set gradient_checkpointing, use train lora, "
+            "or more GPUs with fsdp",
+        ) from error
+    losses = [e["eval_loss"] for e in history if "eval_loss" in e]
+    return (losses[0], losses[-1]) if losses else (None, None)
+
+
+def _consolidated(trainer: UptrainTrainer) -> dict[str, torch.Tensor] | None:
+    """The whole state dict on the first process, None on the others."""
+    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+        state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+    else:
+        state = trainer.accelerator.unwrap_model(trainer.model).state_dict()
+    return state if trainer.is_world_process_zero() else None

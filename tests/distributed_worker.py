@@ -37,8 +37,8 @@ def pretend_gpus() -> None:
 
     build = run.build_arguments
 
-    def built(*args: Any) -> Any:
-        arguments = build(*args)
+    def built(*args: Any, **more: Any) -> Any:
+        arguments = build(*args, **more)
         assert arguments.device.type == "cpu"
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
         return arguments

@@ -182,6 +182,8 @@ def split(spec: AttentionSpec, geometry: Geometry, tensors: Mapping[str, Tensor]
         elif f"qkv.{leaf}" in tensors:
             parts = split_fused(spec.layout, turned(tensors[f"qkv.{leaf}"]), g)
             rows |= {f"{p}.{leaf}": part for p, part in zip("qkv", parts, strict=True)}
+    if spec.keys_as_values and "v.weight" not in rows:
+        rows |= {name.replace("k", "v", 1): x for name, x in rows.items() if name.startswith("k.")}
     heads = {"q": g.num_heads, "k": g.num_kv_heads, "v": g.num_kv_heads}
     views = {name: view_heads(x, heads[name[0]]) for name, x in rows.items()}
     gates: dict[str, Tensor] = {}
@@ -205,7 +207,10 @@ def split(spec: AttentionSpec, geometry: Geometry, tensors: Mapping[str, Tensor]
 
 
 def unsplit(spec: AttentionSpec, weights: AttentionWeights) -> dict[str, Tensor]:
-    """Inverse of `split`: role -> contiguous tensor as stored (shared heads: in the target layout)."""
+    """Inverse of `split`: role -> contiguous tensor as stored (shared heads: in the target layout).
+
+    Where keys serve as values (`keys_as_values`) the values come out too: a role the site does not have.
+    """
     w = weights
     target = spec.target(w.num_heads, w.num_kv_heads)
     layout = spec.layout if target is None else target.layout

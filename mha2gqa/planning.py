@@ -336,7 +336,7 @@ def site_changes(
     empty = {role: torch.empty(tuple(shapes[name]), device="meta") for role, name in names.items()}
     weights = heads.split(plan.spec, site.geometry, empty)
     pooled = MERGERS["mean"](weights, site.grouping, MergeContext(plan.spec, 0)).weights
-    stored = {role: tuple(x.shape) for role, x in heads.unsplit(plan.spec, pooled).items()}
+    stored = {role: tuple(x.shape) for role, x in heads.unsplit(plan.spec, pooled).items() if role in names}
     shared = {f"{norm}.{leaf}" for norm in plan.spec.qk_norm for leaf in ("weight", "bias")}
     lost = [role for role in names if role not in stored and role not in shared]
     if plan.method in POOLING and not site.reordered:

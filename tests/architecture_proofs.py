@@ -1,17 +1,24 @@
-"""What it takes to call an architecture proven, with the real class and the files transformers writes."""
+"""What it takes to call an architecture proven: the real class, on files as transformers writes them."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from pico_models import NO_CACHE, NO_GENERATE, model_class, pico_config, pico_inputs, runnable
 from safetensors.torch import load_file, save_file
 
 from mha2gqa import heads
-from mha2gqa.architectures import find_sites, find_spec, geometry
+from mha2gqa.architectures import AttentionSpec, find_sites, find_spec, geometry, rotary_dim
+from mha2gqa.conversion import convert
+from mha2gqa.heads import AttentionWeights
+from mha2gqa.planning import SiteRewriter, plan_conversion
 from mha2gqa.twin import quiet
+
+Tensors = dict[str, torch.Tensor]
 
 
 def make_every_weight_matter(model: torch.nn.Module) -> None:
@@ -24,47 +31,295 @@ def make_every_weight_matter(model: torch.nn.Module) -> None:
 
 
 def load_complete(model_class: Any, path: Path) -> torch.nn.Module:
-    """The stock class on a folder; every tensor must be used and none made up."""
+    """The stock class on a folder: every tensor must be used and none made up."""
     with quiet():
         model, info = model_class.from_pretrained(path, output_loading_info=True, dtype=torch.float32)
     assert not any(info.values()), info
     return model.eval()
 
 
-def read_tensors(path: Path) -> dict[str, torch.Tensor]:
-    out: dict[str, torch.Tensor] = {}
+def read_tensors(path: Path) -> Tensors:
+    out: Tensors = {}
     for file in sorted(path.glob("*.safetensors")):
         out |= load_file(file)
     return out
 
 
-def write_expanded(source: Path, converted: Path, out: Path) -> None:
-    """The source's folder with the converted model's heads, repeated up to the source's number."""
-    out.mkdir()
-    (out / "config.json").write_text((source / "config.json").read_text())
-    config = json.loads((source / "config.json").read_text())
-    new_config = json.loads((converted / "config.json").read_text())
+def read_config(path: Path) -> dict[str, Any]:
+    return json.loads((path / "config.json").read_text())
+
+
+def write_folder(path: Path, config: dict[str, Any], tensors: Tensors) -> None:
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(config))
+    contiguous = {name: x.contiguous() for name, x in tensors.items()}
+    save_file(contiguous, path / "model.safetensors", metadata={"format": "pt"})
+
+
+def split_sites(config: dict[str, Any], tensors: Tensors) -> list[tuple[Any, AttentionWeights]]:
+    """Every attention module with its weights, heads first."""
     spec = find_spec(config)
-    wide, narrow = read_tensors(source), read_tensors(converted)
-    wide_sites = {site.path: site for site in find_sites(spec, wide)}
-    new_spec = find_spec(new_config)
-    for site in find_sites(new_spec, narrow):
-        shapes = {name: tuple(x.shape) for name, x in narrow.items()}
-        few = geometry(new_spec, new_config, site, shapes)
-        weights = heads.split(new_spec, few, {role: narrow[name] for role, name in site.names.items()})
-        many = geometry(
-            spec, config, wide_sites[site.path], {name: tuple(x.shape) for name, x in wide.items()}
-        ).num_kv_heads
-        stored = heads.unsplit(spec, heads.expand(weights, many, spec))
-        wide |= {wide_sites[site.path].names[role]: x for role, x in stored.items()}
-    save_file(wide, out / "model.safetensors", metadata={"format": "pt"})
+    shapes = {name: tuple(x.shape) for name, x in tensors.items()}
+    return [
+        (
+            site,
+            heads.split(
+                spec,
+                geometry(spec, config, site, shapes),
+                {role: tensors[name] for role, name in site.names.items()},
+            ),
+        )
+        for site in find_sites(spec, tensors)
+    ]
+
+
+def stored(spec: AttentionSpec, site: Any, weights: AttentionWeights) -> Tensors:
+    roles = heads.unsplit(spec, weights)
+    return {name: roles[role] for role, name in site.names.items() if role in roles}
+
+
+def expanded(config: dict[str, Any], tensors: Tensors, new_config: dict[str, Any], new: Tensors) -> Tensors:
+    """The source's tensors with the converted heads in place, repeated up to the source's number."""
+    spec, out = find_spec(config), dict(tensors)
+    few = split_sites(new_config, new)
+    many = split_sites(config, tensors)
+    assert [site.layer for site, _ in few] == [site.layer for site, _ in many]
+    for (_, weights), (site, source) in zip(few, many, strict=True):
+        out |= stored(spec, site, heads.expand(weights, source.num_kv_heads, spec))
+    return out
+
+
+def merged(config: dict[str, Any], tensors: Tensors, groups: int, method: str = "mean") -> Tensors:
+    """A conversion without files."""
+    shapes = {name: tuple(x.shape) for name, x in tensors.items()}
+    plan = plan_conversion(config, shapes, groups, method=method)
+    out = dict(tensors)
+    for site in plan.sites:
+        rewriter = SiteRewriter(plan, site, shapes, tensors.__getitem__)
+        out |= {name: rewriter.take(role) for role, name in rewriter.names.items()}
+        for name in rewriter.lost:
+            del out[name]
+    return out
 
 
 def config_difference(before: Any, after: Any, path: tuple[str, ...] = ()) -> set[tuple[str, ...]]:
     """Paths at which two JSON values differ."""
     if isinstance(before, dict) and isinstance(after, dict):
-        found: set[tuple[str, ...]] = set()
-        for key in before.keys() | after.keys():
-            found |= config_difference(before.get(key), after.get(key), (*path, key))
-        return found
+        keys = before.keys() | after.keys()
+        return set().union(*(config_difference(before.get(k), after.get(k), (*path, k)) for k in keys))
     return set() if before == after else {path}
+
+
+# --- symmetries ------------------------------------------------------------------------------------------
+
+
+def _well_conditioned(count: int, size: int) -> torch.Tensor:
+    """`count` invertible matrices, singular values between 1/2 and 2."""
+    left, _ = torch.linalg.qr(torch.randn(count, size, size))
+    right, _ = torch.linalg.qr(torch.randn(count, size, size))
+    return left @ torch.diag_embed(2 ** (2 * torch.rand(count, size) - 1)) @ right
+
+
+def _per_query(x: torch.Tensor, weights: AttentionWeights) -> torch.Tensor:
+    return x.repeat_interleave(weights.num_heads // weights.num_kv_heads, 0)
+
+
+def _turn(x: torch.Tensor | None, matrix: torch.Tensor) -> torch.Tensor | None:
+    """`matrix [h, d, d]` on `x [h, d, …]`."""
+    return None if x is None else torch.einsum("hij,hj...->hi...", matrix, x)
+
+
+def _key_matrix(spec: AttentionSpec, count: int, head_dim: int, rotary: int) -> torch.Tensor:
+    """A random change of every key head that the spec allows."""
+    if spec.key_symmetry == "linear":
+        return _well_conditioned(count, head_dim)
+    first, second, rest = heads.plane_index(spec.position, rotary, head_dim)
+    angle = 6.28 * torch.rand(count, len(first))
+    size = 2 ** (2 * torch.rand(count, len(first)) - 1) if spec.key_symmetry == "planes" else 1.0
+    cos, sin = size * angle.cos(), size * angle.sin()
+    out = torch.eye(head_dim).repeat(count, 1, 1)
+    out[:, first, first], out[:, second, second] = cos, cos
+    out[:, first, second], out[:, second, first] = -sin, sin
+    if spec.key_symmetry == "planes" and rest:
+        out[:, torch.tensor(rest)[:, None], rest] = _well_conditioned(count, len(rest))
+    return out
+
+
+def equal_gains_in_planes(config: dict[str, Any], tensors: Tensors) -> Tensors:
+    """Norm weights of q and k with one gain per plane, as `plane_rotations` and `phases` presuppose."""
+    spec, out = find_spec(config), dict(tensors)
+    for site, weights in split_sites(config, tensors):
+        rotary = rotary_dim(spec, config, weights.k.shape[1], site.layer)
+        first, second, _ = heads.plane_index(spec.position, rotary, weights.k.shape[1])
+        names = [f"{norm}.weight" for norm in spec.qk_norm] if spec.qk_norm else []
+        if spec.key_symmetry == "phases":
+            names = [extra.name for extra in spec.extras]
+        for name in names:
+            if name in site.names:
+                gains = out[site.names[name]].clone().view(-1, weights.k.shape[1])
+                gains[:, second] = gains[:, first]
+                out[site.names[name]] = gains.view_as(out[site.names[name]])
+    return out
+
+
+def transformed(config: dict[str, Any], tensors: Tensors, permute: bool = True) -> Tensors:
+    """The same function with other weights: everything the spec says may be done, done at random."""
+    torch.manual_seed(2)
+    spec, out = find_spec(config), dict(tensors)
+    orders: dict[int, list[int]] = {}
+    for site, weights in split_sites(config, tensors):
+        count, head_dim, value_dim = weights.num_kv_heads, weights.k.shape[1], weights.v.shape[1]
+        if spec.key_symmetry != "none":
+            rotary = rotary_dim(spec, config, head_dim, site.layer)
+            matrix = _key_matrix(spec, count, head_dim, rotary)
+            inverse = _per_query(torch.linalg.inv(matrix).mT, weights)
+            weights = replace(
+                weights,
+                k=_turn(weights.k, matrix),
+                k_bias=_turn(weights.k_bias, matrix),
+                q=_turn(weights.q, inverse),
+                q_bias=_turn(weights.q_bias, inverse),
+            )
+        if spec.value_symmetry != "none":
+            matrix = _well_conditioned(count, value_dim)
+            if spec.value_symmetry == "orthogonal":
+                matrix = torch.linalg.qr(matrix)[0]
+            inverse = _per_query(torch.linalg.inv(matrix), weights)
+            weights = replace(
+                weights,
+                v=_turn(weights.v, matrix),
+                v_bias=_turn(weights.v_bias, matrix),
+                o=torch.einsum("hDe,hef->hDf", weights.o, inverse),
+            )
+        if permute and spec.permutable != "never":
+            order = torch.randperm(count).tolist()
+            if spec.permutable == "model":
+                order = orders.setdefault(count, order)
+            weights = heads.permute_queries(
+                weights, heads.query_order([[h] for h in order], weights.num_heads // count)
+            )
+            weights = replace(
+                weights,
+                k=weights.k[order],
+                v=weights.v[order],
+                k_bias=None if weights.k_bias is None else weights.k_bias[order],
+                v_bias=None if weights.v_bias is None else weights.v_bias[order],
+                kv_extras=heads.pool_extras(spec, weights.kv_extras, [[h] for h in order]),
+            )
+        out |= stored(spec, site, weights)
+    return out
+
+
+# --- proofs ----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Pico:
+    """A pico model saved as transformers saves it, and what conversion made of it."""
+
+    model_type: str
+    cls: Any
+    model: torch.nn.Module
+    folder: Path
+    groups: int
+
+    @property
+    def source(self) -> Path:
+        return self.folder / "source"
+
+    @property
+    def out(self) -> Path:
+        return self.folder / "out"
+
+    def load(self, name: str, config: dict[str, Any], tensors: Tensors) -> torch.nn.Module:
+        """Write a folder and load it with the stock class."""
+        write_folder(self.folder / name, config, tensors)
+        return load_complete(self.cls, self.folder / name)
+
+
+def convert_pico(model_type: str, folder: Path, groups: int = 2) -> Pico:
+    """Build a pico model with the real class, save it, convert it, and check config and key set."""
+    cls = model_class(model_type)
+    torch.manual_seed(0)
+    model = cls(pico_config(model_type)).float().eval()
+    make_every_weight_matter(model)
+    pico = Pico(model_type, cls, model, folder, groups)
+    with quiet():
+        model.save_pretrained(pico.source)
+    convert(pico.source, pico.out, groups)
+    before, after = read_config(pico.source), read_config(pico.out)
+    spec = find_spec(before)
+    allowed = {(*spec.config_path, *key.split(".")) for key in kv_keys(spec)}
+    assert config_difference(before, after) <= allowed
+    assert config_difference(before, after), "no KV key changed"
+    assert read_tensors(pico.source).keys() == read_tensors(pico.out).keys()
+    return pico
+
+
+def kv_keys(spec: AttentionSpec) -> set[str]:
+    return {v.kv_heads_key for v in spec.variants} | set(spec.kv_heads_keys)
+
+
+def prove_load(pico: Pico) -> torch.nn.Module:
+    """The converted folder loads with empty loading info, and identical heads pool to themselves."""
+    small = load_complete(pico.cls, pico.out)
+    config, new_config = read_config(pico.source), read_config(pico.out)
+    source, new = read_tensors(pico.source), read_tensors(pico.out)
+    wide = expanded(config, source, new_config, new)
+    again = merged(config, wide, pico.groups)
+    assert again.keys() == new.keys()
+    assert [name for name in new if not torch.equal(new[name], again[name])] == []
+    return small
+
+
+@torch.no_grad()
+def outputs(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    """Logits, or hidden states of a text model without a head."""
+    out = runnable(model)(**pico_inputs(model, ids), use_cache=False)
+    return out.logits if "logits" in out else out.last_hidden_state
+
+
+def difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Largest difference, as a share of the spread of `b`."""
+    return float((a - b).abs().max() / b.std())
+
+
+def prove_forward(pico: Pico) -> None:
+    """Expand-back equality, every symmetry of the spec, cached decoding, `joint` on symmetric copies."""
+    small = prove_load(pico)
+    config, new_config = read_config(pico.source), read_config(pico.out)
+    source, new = read_tensors(pico.source), read_tensors(pico.out)
+    ids = torch.randint(4, 90, (2, 9), generator=torch.Generator().manual_seed(1))
+    wide = expanded(config, source, new_config, new)
+    right = outputs(small, ids)
+    assert difference(right, outputs(pico.load("wide", config, wide), ids)) < 1e-4, "expand-back"
+    assert difference(right, outputs(pico.model, ids)) > 1e-2, "pooling random heads changed nothing"
+
+    equal = equal_gains_in_planes(config, source)
+    base = outputs(pico.load("equal", config, equal), ids)
+    turned = outputs(pico.load("turned", config, transformed(config, equal)), ids)
+    assert difference(turned, base) < 1e-3, "a symmetry that the spec grants"
+
+    if pico.model_type not in NO_CACHE + NO_GENERATE:
+        cached, uncached = (decode(small, ids, use_cache) for use_cache in (True, False))
+        assert torch.equal(cached, uncached), "cached decoding"
+    prove_joint(pico, ids)
+
+
+def prove_joint(pico: Pico, ids: torch.Tensor) -> None:
+    """Heads that are symmetric copies of each other merge without loss, from the weights alone."""
+    config, new_config = read_config(pico.source), read_config(pico.out)
+    few = equal_gains_in_planes(new_config, read_tensors(pico.out))
+    right = outputs(pico.load("few", new_config, few), ids)
+    source = equal_gains_in_planes(config, read_tensors(pico.source))
+    copies = transformed(config, expanded(config, source, new_config, few), permute=False)
+    joint = merged(config, copies, pico.groups, "joint")
+    assert difference(outputs(pico.load("joint", new_config, joint), ids), right) < 1e-3, "joint"
+
+
+def decode(model: torch.nn.Module, ids: torch.Tensor, use_cache: bool) -> torch.Tensor:
+    """Five greedy tokens."""
+    inputs = pico_inputs(model, ids[:1])
+    return runnable(model).generate(
+        **inputs, max_new_tokens=5, do_sample=False, use_cache=use_cache, pad_token_id=0, eos_token_id=None
+    )

@@ -15,7 +15,10 @@ HIDDEN = HEADS * HEAD_DIM
 
 # key -> value, wherever a config of the tree holds a number under that key
 SIZES: dict[str, int] = {
-    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "embed_dim", "dim", "out_hidden_size"), HIDDEN),
+    **dict.fromkeys(
+        ("hidden_size", "d_model", "n_embd", "embed_dim", "dim", "out_hidden_size", "audio_hidden_size"),
+        HIDDEN,
+    ),
     **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"), HEADS),
     **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), HEADS),
     **dict.fromkeys(("encoder_num_attention_heads", "decoder_num_attention_heads"), HEADS),
@@ -40,6 +43,9 @@ SIZES: dict[str, int] = {
     **dict.fromkeys(("image_size", "input_size"), 32),
     **dict.fromkeys(("patch_size",), 16),
     **dict.fromkeys(("num_mel_bins",), 16),
+    **dict.fromkeys(("num_filters",), 4),
+    **dict.fromkeys(("base_channels",), 32),
+    **dict.fromkeys(("projection_dim", "image_token_embed_dim", "fusion_dim", "cross_hidden_size"), HIDDEN),
     **dict.fromkeys(("max_source_positions", "max_target_positions", "max_position"), VOCAB),
     **dict.fromkeys(("hidden_size_per_layer_input",), 8),
     **dict.fromkeys(("vocab_size_per_layer_input",), VOCAB),
@@ -47,36 +53,126 @@ SIZES: dict[str, int] = {
 }
 NESTED = ("encoder", "decoder", "attn_config", "ffn_config")
 
+_ROPE = {"rope_type": "default", "rope_theta": 1e4}
+_ROPE_BY_TYPE = {"rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}}
 _D8 = {"head_dim": HEAD_DIM}
-_DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 1e4}
-_MROPE = {"rope_parameters": {**_DEFAULT_ROPE, "mrope_section": [2, 1, 1]}}
+_MROPE = {"rope_parameters": {**_ROPE, "mrope_section": [2, 1, 1]}}
 _MAMBA = {"mamba_n_heads": 16, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1}
-_GLM_VISION = {"text_config": {**_MROPE, "head_dim": 16, "hidden_size": 128}}
+_HYBRID = {"mamba_num_heads": 4, "mamba_head_dim": 8, "n_groups": 1, "ssm_state_size": 8, "chunk_size": 8}
+_INDEXER = {
+    "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8,
+    "indexer_compress_ratio": 2, "ngram_vocab_size_base": 64, "split_ngram_parts": 2, "ple_embed_dim": 16,
+    "layer_types": ["linear_attention", "full_attention"],
+}  # fmt: skip
+_GEMMA3N = {
+    "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2, "intermediate_size": [48] * 4, "activation_sparsity_pattern": [0.0] * 4,
+    "laurel_rank": 8,
+}  # fmt: skip
 
+# What no rule can know: layer patterns, sizes that a class asserts, keys whose default the class cannot run.
 OVERRIDES: dict[str, dict[str, Any]] = {
-    "bamba": {**_MAMBA, "attn_layer_indices": [1]},
-    "cohere_compass_text": {
-        "rope_parameters": {"full_attention": _DEFAULT_ROPE, "sliding_attention": _DEFAULT_ROPE}
+    "apertus1p5": {
+        "image_token_offset": 32,
+        "audio_token_offset": 64,
+        "text_config": {"vocab_size": 128},
+        "vision_config": {"codebook_size": 32, "base_channels": 32},
+        "audio_config": {
+            "codebook_dim": HIDDEN,
+            "codebook_size": 32,
+            "decoder_hidden_size": 32,
+            "decoder_intermediate_size": 32,
+        },
     },
+    "bamba": {**_MAMBA, "attn_layer_indices": [1]},
+    "blt": {
+        "encoder_hash_byte_group_vocab": 50,
+        "cross_attn_k": 1,
+        "encoder_config": {"hidden_size_global": HIDDEN},
+        "decoder_config": {"hidden_size_global": HIDDEN},
+    },
+    "chameleon": {"vocabulary_map": {}, "vq_config": {"base_channels": 32, "resolution": 32}},
+    "cohere_compass": {"text_config": _ROPE_BY_TYPE},
+    "cohere_compass_text": _ROPE_BY_TYPE,
+    "cosmos3_edge": {"text_config": _MROPE},
+    "dbrx": {"attn_config": {"rope_theta": 1e4, "clip_qkv": 8.0}},
+    "deepseek_ocr2": {
+        "text_config": {
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "mlp_layer_types": ["dense", "sparse"],
+        }
+    },
+    "diffusion_gemma": {"text_config": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16}},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    "emu3": {"vocabulary_map": {}, "vq_config": {"base_channels": 32}},
+    "ernie4_5_vl_moe": {
+        "text_config": {
+            "rope_parameters": {**_ROPE, "mrope_section": [1, 1, 2]},
+            "moe_intermediate_size": [16, 16],
+        }
+    },
     "falcon_h1": {**_MAMBA, "mamba_d_ssm": HIDDEN * 2},
+    "fun_asr_nano": {"adaptor_config": {"intermediate_size": HIDDEN // 4}},
+    "gemma3n_text": _GEMMA3N,
+    **{name: {"text_config": _MROPE} for name in ("glm46v", "glm4v", "glm_ocr", "glmga")},
+    "gemma4_text": {"num_hidden_layers": 2, "attention_k_eq_v": True},
+    "glm4v_moe": {
+        "text_config": {"rope_parameters": {**_MROPE["rope_parameters"], "partial_rotary_factor": 1.0}}
+    },
+    "granite4_vision": {
+        "deepstack_layer_map": [[-1, 0]],
+        "spatial_target_layers": [0, 1, 0, 1],
+        "downsample_rate": "1/2",
+    },
     "granitemoehybrid": {**_MAMBA, "layer_types": ["mamba", "attention"]},
     "hunyuan_v1_dense": _D8,
     "hunyuan_v1_moe": _D8,
-    "jamba": {"num_hidden_layers": 2, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 4},
+    "hunyuan_vl": {"text_config": {**_D8, **_MROPE}},
+    "inkling2": {
+        "text_config": {"unpadded_vocab_size": VOCAB},
+        "vision_config": {"text_hidden_size": HIDDEN},
+    },
+    "inkling2_loop": {
+        "text_config": {"unpadded_vocab_size": VOCAB},
+        "vision_config": {"text_hidden_size": HIDDEN},
+    },
+    "inkling2_text": {"unpadded_vocab_size": VOCAB},
+    "inkling2_loop_text": {"unpadded_vocab_size": VOCAB},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 4},
+    "kyutai_speech_to_text": {
+        "codec_config": {
+            "upsample_groups": HIDDEN,
+            "codebook_dim": 16,
+            "vector_quantization_hidden_dimension": 16,
+            "num_quantizers": 2,
+        },
+    },
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "mimo_v2_flash": {"num_key_value_heads": HEADS // 2},
     "ministral": _D8,
+    "mllama": {"text_config": {"num_hidden_layers": 3, "cross_attention_layers": [1]}},
+    "molmo2": {"adapter_config": {"vision_feature_layer": [1, 0], "text_hidden_size": HIDDEN}},
+    "nemo_speechlm": {"text_config": _HYBRID},
     "nemotron": {"num_key_value_heads": HEADS},
-    "recurrent_gemma": {"block_types": ["recurrent", "attention"], "lru_width": HIDDEN},
-    "qwen2_5_omni_thinker": {"text_config": _MROPE},
+    "nemotron_h": _HYBRID,
+    "nemotron_h_omni": {"vision_config": {"video_temporal_patch_size": 2}, "text_config": _HYBRID},
+    "paddleocr_vl": {"text_config": _MROPE},
+    "qwen2_5_omni_thinker": {"text_config": _MROPE, "vision_start_token_id": 101},
     "qwen2_5_vl": {"text_config": _MROPE},
     "qwen2_vl": {"text_config": _MROPE},
-    "paddleocr_vl": {"text_config": _MROPE},
-    "cohere_compass": {
-        "text_config": {
-            "rope_parameters": {"full_attention": _DEFAULT_ROPE, "sliding_attention": _DEFAULT_ROPE}
-        }
+    "qwen3_omni_moe_thinker": {"vision_start_token_id": 101},
+    "qwen4_exp": {"text_config": _INDEXER},
+    "qwen4_exp_text": _INDEXER,
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"], "lru_width": HIDDEN},
+    "step3p7": {"text_config": {"sliding_window": 8}},
+    "zamba": {
+        "num_hidden_layers": 4,
+        "layers_block_type": ["linear_attention", "hybrid"] * 2,
+        "mamba_dt_rank": 4,
+        "attention_hidden_size": 2 * HIDDEN,
+        "attention_head_dim": 2 * HEAD_DIM,
     },
 }
 
@@ -140,3 +236,46 @@ def model_class(model_type: str) -> Any:
                 importlib.import_module("transformers"), name if isinstance(name, str) else name[0]
             )
     raise LookupError(model_type)
+
+
+# Where a submodule is run: the whole model demands an image or audio.
+INSIDE = {"llama4": "language_model", "voxtral_realtime": "model.language_model"}
+# Classes that cannot use a cache, or answer differently with one, before any conversion.
+NO_CACHE = ("blt", "dory")
+# Classes whose `generate` demands an image, audio or a package.
+NO_GENERATE = ("diffusion_gemma", "kyutai_speech_to_text", "vibevoice", "voxtral_realtime", "dia")
+
+
+def pico_inputs(model: Any, ids: Any) -> dict[str, Any]:
+    """What a forward pass takes: tokens, and for an encoder-decoder what the encoder gives."""
+    import torch
+    from transformers.modeling_outputs import BaseModelOutput
+
+    config, kind = model.config, model.config.model_type
+    states = torch.randn(ids.shape[0], 5, HIDDEN, generator=torch.Generator().manual_seed(3))
+    if kind in ("canary", "cohere_asr"):
+        encoded = BaseModelOutput(states)
+        encoded.attention_mask = None
+        return {"encoder_outputs": encoded, "decoder_input_ids": ids}
+    if kind == "dia":
+        return {"input_ids": ids, "decoder_input_ids": _channels(ids, config.decoder_config.num_channels)}
+    if kind == "mllama":
+        return {"input_ids": ids, "cross_attention_states": states}
+    if kind == "kyutai_speech_to_text":
+        return {"input_ids": _channels(ids, config.num_codebooks + 1)}
+    if kind == "voxtral_realtime":
+        return {"input_ids": ids, "t_cond": torch.zeros(1, 1, HIDDEN)}
+    if kind == "diffusion_gemma" or config.is_encoder_decoder:
+        return {"input_ids": ids, "decoder_input_ids": ids.flip(1)}
+    return {"input_ids": ids}
+
+
+def _channels(ids: Any, count: int) -> Any:
+    """`[B, T]` -> `[B, T, count]` for models that read several streams of tokens."""
+    return ids[..., None].repeat(1, 1, count)
+
+
+def runnable(model: Any) -> Any:
+    """The module whose outputs are compared."""
+    inside = INSIDE.get(model.config.model_type)
+    return model if inside is None else model.get_submodule(inside)

@@ -48,5 +48,9 @@ REFUSED: dict[str, str] = {
         "its query heads are experts: their number is num_key_value_heads x num_experts_per_tok, so fewer "
         "KV heads would also take query heads away"
     ),
+    **dict.fromkeys(
+        ("moonshine", "moonshine_streaming"),
+        "its class shapes the queries by the KV-head count, so it cannot run with fewer KV heads than query heads",
+    ),
     "reformer": "hashed attention shares one projection between queries and keys",
 }

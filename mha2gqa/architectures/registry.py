@@ -7,12 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 from ..errors import CheckpointError, UnsupportedModelError
+from . import table, wrappers
 from .exported import EXPORTED
 from .refusals import REFUSED
 from .spec import AttentionSpec
-from .table import DECODERS, RULES
+from .table import DECODERS
 from .wrappers import ENCODER_DECODERS, FLAT, TEXT_PARTS, TEXT_PREFIXES, WRAPPERS
 
+RULES = {**table.RULES, **wrappers.RULES}
 SUPPORTED: dict[str, AttentionSpec] = {**EXPORTED, **DECODERS, **TEXT_PARTS, **ENCODER_DECODERS, **FLAT}
 
 
@@ -50,12 +52,15 @@ def _nested(config: Mapping[str, Any], model_type: str, where: str) -> Attention
     where = f"{where}, text model {text_type!r}"
     if text_type not in SUPPORTED:
         raise _unsupported(config, text_type, where)
-    base = SUPPORTED[text_type]
+    inside = SUPPORTED[text_type]
+    memory = inside if inside.memory is None else inside.memory
+    memory = replace(memory, prefixes=tuple(dict.fromkeys((*TEXT_PREFIXES, *memory.prefixes))))
+    base = inside if wrapper.disk is None else wrapper.disk
     nested = replace(
         base,
-        config_path=(*wrapper.path, *base.config_path),
-        prefixes=tuple(dict.fromkeys((*TEXT_PREFIXES, *base.prefixes))),
-        **wrapper.change,
+        config_path=wrapper.path,
+        prefixes=tuple(dict.fromkeys((*TEXT_PREFIXES, *wrapper.prefixes, *base.prefixes))),
+        memory=memory,
     )
     return _apply_rules(nested, config, text_type, where)
 

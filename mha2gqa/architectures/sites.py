@@ -41,48 +41,48 @@ def find_sites(spec: AttentionSpec, names: Iterable[str]) -> list[AttentionSite]
     """
     inside, roles = _role_pattern(spec)
     prefix = "|".join(re.escape(p) for p in sorted(spec.prefixes, key=len, reverse=True))
-    kinds = {}
     alternatives = []
-    for i, (kind, template) in enumerate(spec.modules):
-        kinds[f"m{i}"] = kind
+    for i, (_, template) in enumerate(spec.modules):
         path = re.escape(template).replace(re.escape("{layer}"), rf"(?P<layer{i}>\d+)")
         alternatives.append(f"(?P<m{i}>{path})")
     pattern = re.compile(rf"(?P<path>(?:{prefix})(?:{'|'.join(alternatives)}))\.(?P<inside>.+)")
-    found: dict[tuple[int, str, str], dict[str, str]] = {}
+    found: dict[tuple[int, int, str], dict[str, str]] = {}  # (layer, template, path) -> role -> name
     for name in names:
         match = pattern.fullmatch(name)
         if match is None or not inside.fullmatch(match["inside"]):
             continue
-        which = next(key for key in kinds if match[key] is not None)
-        layer = int(match.groupdict().get(f"layer{which[1:]}") or 0)
+        which = next(i for i in range(len(spec.modules)) if match[f"m{i}"] is not None)
+        layer = int(match.groupdict().get(f"layer{which}") or 0)
         role = roles.get(match["inside"], match["inside"])
-        found.setdefault((layer, kinds[which], match["path"]), {})[role] = name
+        found.setdefault((layer, which, match["path"]), {})[role] = name
     return _checked_sites(spec, found)
 
 
 def _checked_sites(
-    spec: AttentionSpec, found: Mapping[tuple[int, str, str], Mapping[str, str]]
+    spec: AttentionSpec, found: Mapping[tuple[int, int, str], Mapping[str, str]]
 ) -> list[AttentionSite]:
     fused = spec.layout != "separate"
     needed = ("qkv.weight", "o.weight") if fused else ("q.weight", "k.weight", "v.weight", "o.weight")
-    sites: list[AttentionSite] = []
-    for (layer, kind, path), names in sorted(found.items()):
+    sites: dict[tuple[int, int], AttentionSite] = {}
+    for (layer, which, path), names in sorted(found.items()):
         missing = [role for role in needed if role not in names]
         if missing == ["k.weight", "v.weight"] and spec.permutable == "never":
             continue  # reuses the keys and values of an earlier layer
+        if missing == ["v.weight"] and spec.keys_as_values:
+            missing = []
         if missing:
             raise CheckpointError(
                 f"no tensor for {', '.join(missing)}",
                 where=path,
                 fix="the checkpoint is incomplete; download it again",
             )
-        if sites and (sites[-1].layer, sites[-1].kind) == (layer, kind):
+        if (layer, which) in sites:
             raise CheckpointError(
-                f"both {sites[-1].path} and {path} look like layer {layer} of the text model",
+                f"both {sites[layer, which].path} and {path} look like layer {layer} of the text model",
                 fix="keep one of them in the checkpoint",
             )
-        sites.append(AttentionSite(path, layer, kind, names))
-    return sites
+        sites[layer, which] = AttentionSite(path, layer, spec.modules[which][0], names)
+    return list(sites.values())
 
 
 def class_default(model_type: str, key: str) -> Any:
@@ -201,11 +201,9 @@ def _geometry(
         )
     if not whole or kv_heads < 1 or num_heads % kv_heads:
         raise disagree(f"{k_rows} key rows do not make whole heads of {head_dim}")
-    if spec.layout == "separate" and shapes[site.names["v.weight"]][rows] != kv_heads * value_dim:
-        raise disagree(
-            f"expected {kv_heads} heads x {value_dim} = {kv_heads * value_dim} rows",
-            where=site.names["v.weight"],
-        )
+    v_name = site.names.get("v.weight")  # none where keys serve as values
+    if v_name is not None and shapes[v_name][rows] != kv_heads * value_dim:
+        raise disagree(f"expected {kv_heads} heads x {value_dim} = {kv_heads * value_dim} rows", where=v_name)
     return Geometry(num_heads, kv_heads, head_dim, value_dim)
 
 

@@ -101,6 +101,7 @@ class AttentionSpec:
         layout: How q, k and v rows lie in the stored tensor(s); see `heads.split`.
         transposed: True where weights are stored `[in, out]` (GPT-2's Conv1D).
         gated_query: True where each query head is followed by as many rows of an output gate.
+        keys_as_values: Whether a layer without a value projection uses its keys as values.
         extras: Further tensors with one slice per head.
         qk_norm: Names of the norms of q and k whose weights all heads share (read by merging methods).
         position: How positions enter; decides which rows of a key form a plane.
@@ -135,6 +136,7 @@ class AttentionSpec:
     layout: Layout = "separate"
     transposed: bool = False
     gated_query: bool = False
+    keys_as_values: bool = False
     extras: tuple[HeadExtra, ...] = ()
     qk_norm: tuple[str, ...] = ()
     position: Position = "half_split"

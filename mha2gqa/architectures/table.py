@@ -22,16 +22,17 @@ FULL_NORM = replace(
     extras=(HeadExtra("q_norm.weight", "query"), HeadExtra("k_norm.weight", "kv")),
     key_symmetry="phases",
 )
-SINKS = (HeadExtra("sinks", "query"),)
+# An attention sink per query head, under the names it has on disk.
+SINKS = tuple(HeadExtra(name, "query") for name in ("sinks", "softmax_offset", "attention_sink_bias"))
 # A gate on every channel of the attention output forbids any change of basis of the values.
 GATED = replace(QK_NORM, extras=(HeadExtra("gate_proj.weight", "query"),), value_symmetry="none")
 # The same gate, stored inside q_proj.
 GATED_QUERY = replace(QK_NORM, gated_query=True, value_symmetry="none", rotary_default=0.25)
 # One gate per head scales whole heads: values stay free.
 HEAD_GATE = (HeadExtra("g_proj.weight", "query"),)
-# Layers that reuse the keys and values of an earlier one see its heads as they are. A norm on the values.
+# Layers that reuse the keys and values of an earlier one see its heads as they are: nothing may move.
 GEMMA_SHARED = replace(
-    QK_NORM, key_symmetry="none", value_symmetry="orthogonal", permutable="never", rotary_keys=()
+    QK_NORM, key_symmetry="none", value_symmetry="none", permutable="never", rotary_keys=()
 )
 _LAYERNORM_PER_HEAD = (HeadExtra("q_norm.weight", "query"), HeadExtra("k_norm.weight", "kv"))
 
@@ -65,11 +66,62 @@ _INKLING_LAYERS = (
 # A short convolution over time on every channel of k and v ties their basis.
 _INKLING = replace(
     LLAMA,
+    modules=(("self", "layers.{layer}.self_attn"),),
     variants=_INKLING_LAYERS,
+    extras=(
+        HeadExtra("k_sconv.conv1d.weight", "kv"),
+        HeadExtra("v_sconv.conv1d.weight", "kv"),
+        HeadExtra("r_proj.weight", "query"),
+    ),
     position="relative",
     key_symmetry="none",
     value_symmetry="none",
-    prefixes=("model.", "model.llm.", ""),
+)
+INKLING_DISK = replace(
+    _INKLING,
+    modules=(("self", "layers.{layer}.attn"),),
+    prefixes=("model.llm.",),
+    q="wq_du",
+    k="wk_dv",
+    v="wv_dv",
+    o="wo_ud",
+    extras=(
+        *(HeadExtra(f"{side}_sconv.weight", "kv") for side in "kv"),
+        *(HeadExtra(f"{side}_sconv.static_w", "kv", axis=1) for side in "kv"),
+        *(HeadExtra(f"{side}_sconv.weight_proj", "kv") for side in "kv"),
+        *(
+            HeadExtra(name, "query")
+            for name in (
+                "wr_du.weight",
+                "attn_sink_proj.weight",
+                "gate_attn.weight",
+                "q_l2_clip.scale",
+                "rel_l2_clip.scale",
+            )
+        ),
+    ),
+)
+_INKLING2_MEMORY = replace(
+    _INKLING,
+    q="q_proj.linear",
+    k="k_proj.linear",
+    v="v_proj.linear",
+    o="o_proj.linear",
+    extras=(
+        *(HeadExtra(f"{side}_proj.sconv.conv1d.weight", "kv") for side in "kv"),
+        *(HeadExtra(f"{side}_proj.sconv.static_weight", "kv", axis=1) for side in "kv"),
+        *(HeadExtra(f"{side}_proj.sconv.weight_proj.weight", "kv") for side in "kv"),
+        *(
+            HeadExtra(name, "query")
+            for name in (
+                "relative_position_bias.linear.weight",
+                "sink_proj.weight",
+                "o_proj.gate_proj.weight",
+                "q_proj.norm.scale",
+                "relative_position_bias.norm.scale",
+            )
+        ),
+    ),
 )
 
 DECODERS: dict[str, AttentionSpec] = {
@@ -138,14 +190,8 @@ DECODERS: dict[str, AttentionSpec] = {
     ),
     "flint": replace(QK_NORM, extras=SINKS),
     "glm4_moe": _rotary(LLAMA, 0.5),
-    "inkling_text": replace(
-        _INKLING,
-        extras=(
-            HeadExtra("k_sconv.conv1d.weight", "kv"),
-            HeadExtra("v_sconv.conv1d.weight", "kv"),
-            HeadExtra("r_proj.weight", "query"),
-        ),
-    ),
+    "inkling_text": _INKLING,
+    **dict.fromkeys(("inkling2_text", "inkling2_loop_text"), replace(INKLING_DISK, memory=_INKLING2_MEMORY)),
     "laguna": replace(
         QK_NORM,
         extras=HEAD_GATE,
@@ -191,6 +237,14 @@ DECODERS: dict[str, AttentionSpec] = {
 
 # --- what a flag of the config changes -------------------------------------------------------------------
 
+_NOT_SHARED = Rule(  # the values pass a norm without weights
+    "num_kv_shared_layers",
+    0,
+    {"key_symmetry": "plane_rotations", "value_symmetry": "orthogonal", "permutable": "layer"},
+)
+_KEYS_AS_VALUES = Rule(
+    "attention_k_eq_v", None, {"keys_as_values": True, "key_symmetry": "none", "value_symmetry": "none"}
+)
 _CLIPPED = Rule("clip_qkv", change={"key_symmetry": "none", "value_symmetry": "none"})
 
 RULES: dict[str, tuple[Rule, ...]] = {
@@ -199,6 +253,11 @@ RULES: dict[str, tuple[Rule, ...]] = {
         ("cohere",), (Rule("use_qk_norm", change={"extras": _LAYERNORM_PER_HEAD, "key_symmetry": "none"}),)
     ),
     "dbrx": (replace(_CLIPPED, key="attn_config.clip_qkv"),),
+    "gemma3n_text": (_NOT_SHARED,),
+    **dict.fromkeys(
+        ("gemma4_text", "gemma4_unified_text"),
+        (_NOT_SHARED, _KEYS_AS_VALUES),
+    ),
     "glm4_moe": (
         Rule("use_qk_norm", change={"qk_norm": QK_NORM.qk_norm, "key_symmetry": "plane_rotations"}),
     ),

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .spec import AttentionSpec, HeadExtra, Rule, Variant
-from .table import DECODERS, GATED, GEMMA_SHARED, INTERLEAVED, LLAMA, QK_NORM, QK_UNIT
+from .table import DECODERS, FULL_NORM, GATED, GEMMA_SHARED, INKLING_DISK, INTERLEAVED, LLAMA, NOPE, QK_NORM
 
 # Where such models keep their text model, on disk and in memory. Vision and audio towers have longer paths.
 TEXT_PREFIXES = (
@@ -14,6 +14,7 @@ TEXT_PREFIXES = (
     "model.language_model.",
     "model.language_model.model.",
     "model.text_model.",
+    "text_model.model.",
     "model.",
     "language_model.",
     "thinker.model.",
@@ -27,33 +28,53 @@ class Wrapper:
     Args:
         text_type: Model type of the text model, where its config does not say.
         path: Keys that lead to the text model's config.
-        change: Fields of the text model's spec that differ here.
+        prefixes: Further places of the text model on disk.
+        disk: How its tensors are named on disk, where not as in the text model on its own.
     """
 
     text_type: str
     path: tuple[str, ...] = ("text_config",)
-    change: dict[str, Any] = field(default_factory=dict, hash=False)
+    prefixes: tuple[str, ...] = ()
+    disk: AttentionSpec | None = None
 
 
 # Text models that exist only inside a wrapper.
 _LLAMA_LIKE = (
     "deepseek_ocr2_text", "emu3_text_model", "evolla", "granite4_vision_text", "granite_docling_text",
-    "mllama_text_model", "paddleocr_vl_text", "qwen2_5_omni_text", "qwen2_5_vl_text", "qwen2_vl_text",
+    "paddleocr_vl_text", "qwen2_5_omni_text", "qwen2_5_vl_text", "qwen2_vl_text",
     "unlimited_ocr_text", "voxtral_realtime_text",
 )  # fmt: skip
 _QK_NORM_LIKE = ("molmo2_text", "qwen3_omni_moe_text", "qwen3_vl_moe_text", "qwen3_vl_text")
 _SEQ2SEQ = (("self", "layers.{layer}.self_attn"), ("cross", "layers.{layer}.encoder_attn"))
 _DECODER = ("model.decoder.", "decoder.")
 
+_DIFFUSION = replace(GEMMA_SHARED, keys_as_values=True, value_symmetry="none")
+
 TEXT_PARTS: dict[str, AttentionSpec] = {
     **dict.fromkeys(_LLAMA_LIKE, LLAMA),
     **dict.fromkeys(_QK_NORM_LIKE, QK_NORM),
     **dict.fromkeys(("ernie4_5_vl_moe_text", "glm4v_text", "glm_ocr_text"), INTERLEAVED),
     "cosmos3_edge_text": LLAMA,
-    "diffusion_gemma_text": GEMMA_SHARED,
+    # Its encoder and its decoder share their weights: on disk there is only the decoder.
+    "diffusion_gemma_text": replace(
+        _DIFFUSION,
+        memory=replace(
+            _DIFFUSION,
+            modules=(
+                ("self", "model.decoder.layers.{layer}.self_attn"),
+                ("self", "model.encoder.language_model.layers.{layer}.self_attn"),
+            ),
+            prefixes=("",),
+        ),
+    ),
     "glm4v_moe_text": replace(LLAMA, rotary_default=0.5),
     "hunyuan_vl_text": DECODERS["hunyuan_v1_dense"],
-    "inkling2_text": LLAMA,
+    # Cross-attention to the image normalises q and k, self-attention does not.
+    "mllama_text_model": replace(
+        QK_NORM,
+        modules=(("self", "layers.{layer}.self_attn"), ("cross", "layers.{layer}.cross_attn")),
+        variants=(Variant(), Variant(kind="cross")),
+    ),
     "muse_glimmer_text": replace(GATED, qk_norm=(), key_symmetry="plane_rotations"),
     "muse_spark_text": replace(GATED, qk_norm=(), key_symmetry="plane_rotations"),
     "step3p5": replace(
@@ -63,7 +84,11 @@ TEXT_PARTS: dict[str, AttentionSpec] = {
     ),
 }
 
-RULES: dict[str, tuple[Rule, ...]] = {}
+RULES: dict[str, tuple[Rule, ...]] = {
+    "molmo2_text": (
+        Rule("qk_norm_type", "olmo", {"qk_norm": (), "extras": FULL_NORM.extras, "key_symmetry": "phases"}),
+    ),
+}
 
 # --- wrappers ------------------------------------------------------------------------------------------
 
@@ -77,27 +102,26 @@ _BY_TEXT: dict[str, tuple[str, ...]] = {
         "audioflamingo3", "fast_vlm", "got_ocr2", "internvl", "llava_onevision", "musicflamingo", "ovis2",
         "pp_chart2table", "qwen2_audio", "vibevoice", "vibevoice_asr", "video_llama_3",
     ),
-    "qwen3": ("fun_asr_nano", "lighton_ocr", "moss_transcribe_diarize", "qianfan_ocr", "qwen3_asr"),
+    "qwen3": ("fun_asr_nano", "lighton_ocr", "moss_transcribe_diarize", "qwen3_asr"),
     "qwen3_5_text": ("minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "qwen3_5"),
     "mistral": ("idefics2", "mistral3"),
     "granite": ("granite_speech", "granite_speech_plus"),
-    "nemotron_h": ("nemo_speechlm", "nemotron_h_omni"),
     "gemma3_text": ("gemma3", "shieldgemma2"),
     "cohere2": ("aya_vision", "cohere2_vision"),
-    "qwen3_vl_text": ("cosmos3_omni", "qwen3_vl"),
+    "qwen3_vl_text": ("qwen3_vl",),
     "glm4v_text": ("glm46v", "glm4v", "glmga"),
 }  # fmt: skip
 _ONE_TO_ONE = {
     "apertus1p5": "apertus1p5_text", "aria": "aria_text", "cohere_compass": "cohere_compass_text",
-    "cosmos3_edge": "cosmos3_edge_text", "deepseek_ocr2": "deepseek_ocr2_text",
-    "diffusion_gemma": "diffusion_gemma_text", "emu3": "emu3_text_model",
+    "deepseek_ocr2": "deepseek_ocr2_text",
+    "emu3": "emu3_text_model",
     "ernie4_5_vl_moe": "ernie4_5_vl_moe_text", "exaone4_5": "exaone4", "gemma3n": "gemma3n_text",
     "gemma4": "gemma4_text", "gemma4_unified": "gemma4_unified_text", "glm4v_moe": "glm4v_moe_text",
     "glm_ocr": "glm_ocr_text", "granite4_vision": "granite4_vision_text",
     "granite_docling": "granite_docling_text", "hunyuan_vl": "hunyuan_vl_text",
-    "hyperclovax_vision_v2": "hyperclovax", "inkling_mm_model": "inkling_text", "lfm2_vl": "lfm2",
+    "hyperclovax_vision_v2": "hyperclovax", "lfm2_vl": "lfm2",
     "lfm3_vl": "lfm3", "llama4": "llama4_text", "minimax_m3_vl": "minimax_m3_vl_text",
-    "mllama": "mllama_text_model", "molmo2": "molmo2_text", "muse_glimmer": "muse_glimmer_text",
+    "mllama": "mllama_text_model", "muse_glimmer": "muse_glimmer_text",
     "muse_spark": "muse_spark_text", "paddleocr_vl": "paddleocr_vl_text", "paligemma": "gemma",
     "qwen2_5_omni_thinker": "qwen2_5_omni_text", "qwen2_5_vl": "qwen2_5_vl_text",
     "qwen2_vl": "qwen2_vl_text", "qwen3_5_moe": "qwen3_5_moe_text",
@@ -106,12 +130,36 @@ _ONE_TO_ONE = {
     "voxtral_realtime": "voxtral_realtime_text",
 }  # fmt: skip
 
+_COSMOS = replace(LLAMA, q="to_q", k="to_k", v="to_v", o="to_out", prefixes=("",))
+_COSMOS_NORMS: dict[str, Any] = {"qk_norm": ("norm_q", "norm_k"), "key_symmetry": "plane_rotations"}
+_MOLMO = replace(
+    QK_NORM,
+    modules=(("self", "transformer.blocks.{layer}.self_attn"),),
+    prefixes=("model.",),
+    q="att_proj",
+    k="att_proj",
+    v="att_proj",
+    o="attn_out",
+    layout="blocks",
+)
+
 WRAPPERS: dict[str, Wrapper] = {
     **{name: Wrapper(text) for text, names in _BY_TEXT.items() for name in names},
     **{name: Wrapper(text) for name, text in _ONE_TO_ONE.items()},
+    "cosmos3_edge": Wrapper("cosmos3_edge_text", disk=_COSMOS),
+    "cosmos3_omni": Wrapper("qwen3_vl_text", disk=replace(_COSMOS, **_COSMOS_NORMS)),
+    "diffusion_gemma": Wrapper("diffusion_gemma_text", prefixes=("model.decoder.",)),
+    **{name: Wrapper(name + "_text") for name in ("inkling2", "inkling2_loop")},
+    "inkling_mm_model": Wrapper("inkling_text", disk=INKLING_DISK),
+    "molmo2": Wrapper("molmo2_text", disk=_MOLMO),
+    "nemo_speechlm": Wrapper("nemotron_h", prefixes=("llm.model.", "llm.backbone.")),
+    "nemotron_h_omni": Wrapper("nemotron_h", prefixes=("language_model.backbone.",)),
+    "qianfan_ocr": Wrapper("qwen3", prefixes=("language_model.model.encoder.",)),
 }
 
 # --- encoder-decoder models and others that keep their own layout ----------------------------------------
+
+_COHERE_ASR = replace(NOPE, modules=_SEQ2SEQ, prefixes=_DECODER, variants=(Variant(), Variant(kind="cross")))
 
 ENCODER_DECODERS: dict[str, AttentionSpec] = {
     "t5gemma": replace(
@@ -122,6 +170,33 @@ ENCODER_DECODERS: dict[str, AttentionSpec] = {
         variants=(Variant(), Variant(kind="cross")),
     ),
     "t5gemma2": replace(QK_NORM, prefixes=_DECODER, config_path=("decoder",)),
+    "canary": replace(
+        NOPE,
+        modules=_SEQ2SEQ,
+        prefixes=_DECODER,
+        config_path=("decoder_config",),
+        variants=(Variant(), Variant(kind="cross")),
+    ),
+    "cohere_asr": replace(
+        _COHERE_ASR,
+        modules=(("self", "layers.{layer}.first_sub_layer"), ("cross", "layers.{layer}.second_sub_layer")),
+        prefixes=("model.transf_decoder._decoder.", "transf_decoder._decoder."),
+        q="query_net",
+        k="key_net",
+        v="value_net",
+        o="out_projection",
+        memory=_COHERE_ASR,
+    ),
+    "dia": replace(
+        LLAMA,
+        modules=(("self", "layers.{layer}.self_attention"), ("cross", "layers.{layer}.cross_attention")),
+        prefixes=_DECODER,
+        config_path=("decoder_config",),
+        variants=(
+            Variant(),
+            Variant("cross_num_attention_heads", "cross_num_key_value_heads", "cross_head_dim", "cross"),
+        ),
+    ),
 }
 FLAT: dict[str, AttentionSpec] = {
     "chameleon": replace(
@@ -134,14 +209,29 @@ FLAT: dict[str, AttentionSpec] = {
         ),
     ),
     "evolla": LLAMA,
+    "kyutai_speech_to_text": replace(DECODERS["moshi"], note=""),
+    # The action expert attends to the keys and values of the language model: both share alike, nothing moves.
+    "pi0": replace(
+        LLAMA,
+        modules=(
+            ("self", "paligemma.model.language_model.model.layers.{layer}.self_attn"),
+            ("self", "gemma_expert.model.layers.{layer}.self_attn"),
+        ),
+        prefixes=("paligemma_with_expert.",),
+        key_symmetry="none",
+        value_symmetry="none",
+        permutable="never",
+        variants=tuple(
+            Variant(*(f"{part}.{key}" for key in ("num_attention_heads", "num_key_value_heads", "head_dim")))
+            for part in ("vlm_config.text_config", "dit_config")
+        ),
+        memory=replace(
+            LLAMA,
+            modules=(
+                ("self", "model.vlm.language_model.layers.{layer}.self_attn"),
+                ("self", "model.dit.layers.{layer}.self_attn"),
+            ),
+            prefixes=("",),
+        ),
+    ),
 }
-__all__ = [
-    "ENCODER_DECODERS",
-    "FLAT",
-    "QK_UNIT",
-    "RULES",
-    "TEXT_PARTS",
-    "TEXT_PREFIXES",
-    "WRAPPERS",
-    "Wrapper",
-]

@@ -25,7 +25,7 @@ class MergeContext:
         statistics: Moments of this attention module on calibration text; None without text.
         seed: For methods that draw numbers; differs per module.
         gains: Weights of the per-head norms on q and k, `[d]` each, shared by all heads; empty if the
-            module has none or they were not read.
+            module has no such norm, or one without weights.
     """
 
     spec: AttentionSpec

@@ -83,7 +83,7 @@ Finish = Callable[[Sharing, Grouping, Tensor, Tensor, AttentionWeights], Attenti
 
 
 def _has_sinks(weights: AttentionWeights) -> bool:
-    return any("sink" in name for name in weights.query_extras)
+    return any("sink" in name or name == "softmax_offset" for name in weights.query_extras)
 
 
 def _value_problem(
@@ -129,9 +129,14 @@ def effective_rows(weights: AttentionWeights, context: MergeContext) -> tuple[Te
     return queries if q_gain is None else queries * q_gain, keys if k_gain is None else keys * k_gain
 
 
+def _head_energy(rows: Tensor, moment: Tensor) -> Tensor:
+    """E|row x̂|² of `[heads, d, n]`, averaged over the dims of a head, as `[heads, 1, 1]`."""
+    return ((rows @ moment) * rows).sum((1, 2), keepdim=True) / rows.shape[1]
+
+
 def _head_normalised(rows: Tensor, moment: Tensor) -> Tensor:
     """`[heads, d, n]` scaled to unit RMS per head: what a per-head norm makes of them, on average."""
-    energy = ((rows @ moment) * rows).sum((1, 2), keepdim=True) / rows.shape[1]
+    energy = _head_energy(rows, moment)
     return torch.where(energy > 0, rows / energy.clamp_min(1e-300).sqrt(), rows)
 
 
@@ -140,12 +145,8 @@ def _rotatable(
 ) -> tuple[Tensor, str]:
     """Which planes have one gain in both norms, and a note if some have not."""
     symmetry = context.spec.key_symmetry
-    if symmetry != "plane_rotations":
+    if symmetry != "plane_rotations" or not context.gains:  # no norm, or one without weights: it turns along
         return torch.full((len(first),), symmetry != "none", device=like.device), ""
-    if not context.gains:
-        return torch.zeros(len(first), dtype=torch.bool, device=like.device), (
-            "keys: gains of the per-head norm unknown, sign flips only"
-        )
     good = torch.ones(len(first), dtype=torch.bool, device=like.device)
     for gains in context.gains:
         g = gains.to(like.device, torch.float64).flatten()
@@ -255,6 +256,11 @@ def _solve_keys(problem: Sharing, grouping: Grouping) -> tuple[Tensor, Tensor]:
             moved = maps[:, None] @ queries[members][:, :, part.dims]
             for i, h in enumerate(group):
                 queries[h][:, part.dims] = moved[i]
+    if problem.context.spec.key_symmetry == "plane_rotations":  # solved at unit norm: give the norm back
+        rows = augmented(problem.weights.k, problem.weights.k_bias)
+        energy = _head_energy(rows, key_moment(problem.weights, problem.context))
+        members = torch.as_tensor([list(group) for group in grouping], device=energy.device)
+        shared = shared * energy[members].mean(1).sqrt()
     return shared, queries.flatten(0, 1)
 
 

@@ -23,7 +23,7 @@ from .clitools import (
     training_words,
     write_json,
 )
-from .recipe.sections import Method, Protocol, Train
+from .recipe.sections import Method, Objective, Protocol, Train
 
 trust = option(
     "--trust-remote-code", is_flag=True, default=None, help="Run the model's own code (dangerous)."
@@ -168,6 +168,9 @@ def evaluate(models: tuple[str, ...], data: tuple[str, ...], output: str | None,
 @option("--tokens", type=COUNT, help="The budget itself, instead of --alpha.")
 @option("--teacher", metavar="MODEL", help="Model to distil from; none for cross-entropy alone.")
 @option("--train", type=click.Choice(get_args(Train)), help="Parameter set (default all).")
+@option(
+    "--objective", type=click.Choice(get_args(Objective)), help="Default: what the model was pretrained on."
+)
 @option("--window", type=COUNT, help="Tokens per block.")
 @option("--batch-tokens", type=COUNT, help="Tokens per optimiser step over all processes.")
 @option("--learning-rate", type=float, help="Peak learning rate.")

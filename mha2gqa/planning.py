@@ -178,7 +178,10 @@ def plan_for_spec(
         changes = {} if groups == before else export_changes(config, heads_of)
     notes = _notes(spec, config, num_heads, (before, groups), changes)
     if export is not None and changes:
-        notes.append(f"transformers has no KV-head count for this type: {export.file} goes with the result")
+        notes.append(
+            f"transformers has no KV-head count for this type: {export.file} goes with the result, which loads "
+            "with trust_remote_code=True (mha2gqa itself runs its own copy and needs no consent)"
+        )
     kinds = tuple(kind for kind in ATTENTION if any(s.site.kind == kind for s in shared))
     source = dict(config)
     if (

@@ -232,3 +232,21 @@ def test_models_in_memory_are_scored_too(tmp_path: Path, data: Path) -> None:
     assert PICOS["t5"][1]["num_heads"] == 8
     batch = inputs("t5")
     assert F.mse_loss(logits(narrow, batch), logits(model, batch)) < 1e-10
+
+
+def test_dropout_is_off_while_uptraining_unless_asked_for() -> None:
+    from torch import nn
+
+    from mha2gqa.uptraining.dropout import set_dropout
+
+    for name in ("t5", "bart", "gpt2", "opt", "bloom", "mpt"):
+        model = stock_model(name)
+        set_dropout(model, 0.5)
+        torch.manual_seed(0)
+        noisy = [model.train()(**inputs(name)).logits for _ in range(2)]
+        assert not torch.equal(*noisy), name
+        assert set_dropout(model, 0.0) == 0.5
+        torch.testing.assert_close(model.train()(**inputs(name)).logits, model.eval()(**inputs(name)).logits)
+        assert all(m.p == 0 for m in model.modules() if isinstance(m, nn.Dropout))
+    with pytest.raises(UsageError, match="not a probability"):
+        UptrainConfig("m", "o", (), dropout=1.0)

@@ -11,6 +11,7 @@ from .values import yaml_name
 Method = Literal["mean", "first", "random", "align", "joint"]
 Protocol = Literal["blocks", "window", "wikitext2", "rolling", "span-corruption"]
 Train = Literal["all", "attention", "lora"]
+Objective = Literal["auto", "next-token", "span-corruption"]
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,8 @@ class UptrainRecipe(Section):
         temperature, ce_weight: Of the distillation loss.
         train: Parameter set.
         lora_r, lora_alpha, lora_dropout: Adapter rank, scale and dropout.
-        objective: `clm` or `span-corruption`; absent follows the model type.
+        objective: `next-token` or `span-corruption`; absent follows the model type.
+        dropout: Of the student; 0 where absent.
         eval_data: Held-out text scored during training.
         holdout: Fraction of `data` held out by document hash where there is no `eval_data`.
         eval_tokens: At most so many held-out tokens each time.
@@ -140,7 +142,8 @@ class UptrainRecipe(Section):
     lora_r: int | None = None
     lora_alpha: int | None = None
     lora_dropout: float | None = None
-    objective: str | None = None
+    objective: Objective | None = None
+    dropout: float | None = None
     eval_data: tuple[str, ...] = ()
     holdout: float | None = None
     eval_tokens: int | None = None

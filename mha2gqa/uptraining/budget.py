@@ -105,6 +105,8 @@ class UptrainConfig:
         lr_scheduler_type: `linear`, `cosine`, `wsd` (constant, last 30 % down to 0), `inverse_sqrt` (T5's,
             constant during warm-up) or `constant`.
         objective: `next-token`, `span-corruption` (T5's, for encoder-decoders) or `auto`, what fits the model.
+        dropout: Probability of every dropout layer; 0, as most models were pretrained (T5 v1.1 among them,
+            though its config says 0.1).
         teacher: The original model, `none` for plain next-token loss, or None for the manifest's source.
         temperature: Distillation temperature.
         ce_weight: Share of the next-token loss beside distillation, 0 to 1.
@@ -145,6 +147,7 @@ class UptrainConfig:
     warmup_steps: float | None = None
     lr_scheduler_type: str = "linear"
     objective: str = "auto"
+    dropout: float = 0.0
     teacher: str | None = None
     temperature: float = 1.0
     ce_weight: float = 0.0
@@ -193,6 +196,8 @@ class UptrainConfig:
                 )
         if not 0 <= self.ce_weight <= 1:
             raise UsageError(f"{self.ce_weight} is not a share", where="ce_weight", fix="give 0 to 1")
+        if not 0 <= self.dropout < 1:
+            raise UsageError(f"{self.dropout} is not a probability", where="dropout", fix="0 is usual")
         if not self.temperature > 0:
             raise UsageError(f"{self.temperature} is not positive", where="temperature", fix="1 is usual")
         if not 0 <= self.holdout < 1:

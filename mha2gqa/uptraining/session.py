@@ -15,6 +15,7 @@ from .budget import Budget, UptrainConfig
 from .compiling import compile_layers, undo_compile, worth_compiling
 from .corpus import Corpus
 from .distillation import Teacher, attached
+from .dropout import set_dropout
 from .guard import Interrupted, stop_signals
 from .losses import Objective
 from .trainer import Run, UptrainTrainer, training_flops
@@ -62,6 +63,9 @@ def train(
         workspace: Where checkpoints go and resuming starts, None for neither.
         notices: Extended by what comes up.
     """
+    before = set_dropout(student, config.dropout)
+    if before != config.dropout:
+        notices.append(f"dropout {before:g} of the config is {config.dropout:g} in this run")
     notices += corpus.notices
     for notice in notices:
         logger.warning("%s", notice)

@@ -11,10 +11,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-from .calibrated import WINDOW, CalibrationOptions, Stage, calibrate
+from .calibrated import WINDOW, CalibrationOptions, Stage, calibrate, convert_model
 from .checkpoint import MANIFEST, Checkpoint, open_checkpoint
 from .errors import CheckpointError, UnsupportedModelError
-from .inmemory import convert_model, convert_state_dict
+from .inmemory import convert_state_dict
 from .modeling import modeling_file
 from .planning import ATTENTION, Groupings, Plan, SiteRewriter, plan_conversion
 from .reconstruct import ReconstructConfig
@@ -197,7 +197,7 @@ def convert(
             list(plan.attention),
             [r.report for r in rewriters if r.report],
             checks,
-            [*plan.warnings, *_pooling_warnings(rewriters)],
+            [*plan.warnings, *calibrated.warnings, *_pooling_warnings(rewriters)],
             calibrated.about,
         )
         write_manifest(folder, result, checkpoint, plan)

@@ -98,36 +98,6 @@ def assemble(model: Any, plan: Plan, rewriters: Sequence[SiteRewriter], state: M
     return rebuild(model, config_changes(plan.spec, plan.source, num_heads, plan.num_kv_heads[1]), new)
 
 
-def convert_model(
-    model: Any,
-    groups: int,
-    *,
-    method: str = "mean",
-    groupings: Groupings | None = None,
-    seed: int = 0,
-    attention: Sequence[str] = ATTENTION,
-) -> Any:
-    """Convert a model in memory; the given one stays as it is.
-
-    Args:
-        model: A `transformers` model of a supported architecture.
-        groups: KV heads G to reach.
-        method: A key of `MERGERS`.
-        groupings: Which heads share, by module path; neighbours by default.
-        seed: For methods that draw numbers.
-        attention: Kinds of decoder attention to share (`self`, `cross`), of those the model has.
-
-    Returns:
-        A working model with its own tensors, in eval mode: of the same class, or of the class exported
-        beside checkpoints whose stock class has no KV-head count (its code travels with `save_pretrained`).
-    """
-    plan = plan_model(model, groups, method, groupings, seed, attention)
-    state = model.state_dict()
-    shapes = {name: tuple(x.shape) for name, x in state.items()}
-    rewriters = [SiteRewriter(plan, site, shapes, state.__getitem__) for site in plan.sites]
-    return assemble(model, plan, rewriters, state)
-
-
 def rebuild(model: Any, changes: Mapping[tuple[str, ...], Any], state: Mapping[str, Tensor]) -> Any:
     """A model of the same class under a changed config, holding copies of `state`."""
     config = copy.deepcopy(model.config)

@@ -324,11 +324,17 @@ def site_seed(plan: Plan, site: Site) -> int:
 
 
 def site_changes(
-    plan: Plan, site: Site, shapes: Mapping[str, Sequence[int]]
+    plan: Plan, site: Site, shapes: Mapping[str, Sequence[int]], fitted: bool = False
 ) -> tuple[dict[str, tuple[int, ...]], list[str]]:
     """What a conversion does to a module's tensors; those not named are copied as bytes.
 
     The shapes are found by pooling on the meta device, so that no layout is described twice.
+
+    Args:
+        plan: The conversion.
+        site: The module.
+        shapes: Shape of every tensor of the source by name.
+        fitted: Whether queries and output projections change too, whatever the method.
 
     Returns:
         Role -> new shape of each changed tensor, and the roles that vanish (one tensor per lost head).
@@ -342,7 +348,7 @@ def site_changes(
     stored = {role: tuple(x.shape) for role, x in heads.unsplit(plan.spec, pooled).items() if role in names}
     shared = {f"{norm}.{leaf}" for norm in plan.spec.qk_norm for leaf in ("weight", "bias")}
     lost = [role for role in names if role not in stored and role not in shared]
-    if plan.method in POOLING and not site.reordered:
+    if plan.method in POOLING and not site.reordered and not fitted:
         kv = set(weights.kv_extras)
         moved = {r for r in stored if r.startswith(("k.", "v.", "qkv."))} | {
             r for r in stored if _template(r) in kv
@@ -365,6 +371,7 @@ class SiteRewriter:
         shapes: Shape of every tensor of the source by name.
         read: Name -> tensor.
         statistics: Moments on calibration text, for methods that use them.
+        fitted: Whether the module is fitted after merging (see `fill`).
     """
 
     def __init__(
@@ -374,9 +381,11 @@ class SiteRewriter:
         shapes: Mapping[str, Sequence[int]],
         read: Callable[[str], Tensor],
         statistics: Statistics | None = None,
+        fitted: bool = False,
     ) -> None:
         self.plan, self.site, self.read, self.statistics = plan, site, read, statistics
-        self.shapes, self._lost = site_changes(plan, site, shapes)
+        self.shapes, self._lost = site_changes(plan, site, shapes, fitted)
+        self.facts: dict[str, Any] = {}  # further fields of the report
         self._pending: dict[str, Tensor] = {}
         self.report: dict[str, Any] = {}
 
@@ -397,7 +406,7 @@ class SiteRewriter:
             context = site_context(self.plan, self.site, before, self.statistics)
             after, merged = merge_site(self.plan, self.site, before, context)
             self._pending = {role: after[role] for role in self.shapes}
-            self.report = layer_report(self.plan, self.site, before, merged)
+            self.report = layer_report(self.plan, self.site, before, merged) | self.facts
         return self._pending.pop(role)
 
     def fill(self, tensors: Mapping[str, Tensor], report: Mapping[str, Any]) -> None:

@@ -16,7 +16,7 @@ from mha2gqa.errors import DataError, UsageError
 from mha2gqa.reconstruct import ReconstructConfig
 from mha2gqa.verification import verify
 
-QUICK = {"calibration_window": 16, "fit": ReconstructConfig(steps=20, batch_size=4)}
+QUICK = {"calibration_window": 16, "fit": ReconstructConfig(steps=20, batch_size=4, unit="attention")}
 
 
 @pytest.fixture

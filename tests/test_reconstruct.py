@@ -18,7 +18,9 @@ from mha2gqa.reconstruct.regress import rate, relative_error, row_order
 from mha2gqa.reconstruct.stages import split_batches
 
 SPEC = AttentionSpec()
-FEW = ReconstructConfig(steps=30, batch_size=4, check_every=10, learning_rate=1e-2, holdout=0.25)
+FEW = ReconstructConfig(
+    steps=30, batch_size=4, check_every=10, learning_rate=1e-2, holdout=0.25, unit="attention"
+)
 
 
 def blocks(n: int = 24, t: int = 12, seed: int = 1) -> torch.Tensor:

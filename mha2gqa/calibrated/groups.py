@@ -1,0 +1,94 @@
+"""Which heads share in every module of a model, within what its architecture allows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import heads
+from ..calibration import Statistics
+from ..grouping import evaluations, read_groupings, search
+from ..loading import resolve_device
+from ..merging.sharing import Sharing, sharing
+from ..planning import Groupings, Plan, Site, site_context
+from .options import CalibrationOptions
+
+Facts = dict[str, dict[str, Any]]  # module path -> further fields of its report
+Read = Callable[[str], Tensor]
+
+
+def grouped(
+    plan: Plan, read: Read, statistics: Statistics | None, options: CalibrationOptions
+) -> tuple[Plan, Facts]:
+    """`plan` with the groupings the options ask for, and what a search gained.
+
+    Args:
+        plan: With neighbours.
+        read: Tensor name -> tensor.
+        statistics: Moments, if there are any.
+        options: `grouping` is what counts.
+    """
+    how = options.how(plan)
+    if how in ("neighbours", "given"):
+        return plan, {}
+    if how != "search":
+        counts = {s.site.path: (s.geometry.num_kv_heads, len(s.grouping)) for s in plan.sites}
+        return plan.regrouped(read_groupings(how, counts)), {}
+    groupings, facts = _searched(plan, read, statistics, options)
+    return plan.regrouped(groupings), facts
+
+
+def _searched(
+    plan: Plan, read: Read, statistics: Statistics | None, options: CalibrationOptions
+) -> tuple[Groupings, Facts]:
+    """The best groupings found: one for each module, or one for all where heads may only move together."""
+    found: dict[str, heads.Grouping] = {s.site.path: s.grouping for s in plan.sites}
+    facts: Facts = {}
+    together: dict[tuple[str, int, int], list[tuple[Site, Sharing]]] = {}
+
+    def settle(members: list[tuple[Site, Sharing]]) -> None:
+        shared = _search(plan.method, [problem for _, problem in members], members[0][0], options.seed)
+        for site, problem in members:
+            found[site.site.path] = shared
+            facts[site.site.path] = {"residual_neighbours": problem.residual(site.grouping)}
+
+    for done, site in enumerate(plan.sites):
+        options.say("grouping", done, len(plan.sites))
+        count, groups = site.geometry.num_kv_heads, len(site.grouping)
+        freedom = plan.spec.permutable_of(site.site.kind)
+        if groups in (1, count) or freedom == "never":
+            continue
+        problem = _problem(plan, site, read, statistics, options)
+        if freedom == "model":
+            together.setdefault((site.site.kind, count, groups), []).append((site, problem))
+        else:
+            settle([(site, problem)])
+    for members in together.values():
+        settle(members)
+    return found, facts
+
+
+def _problem(
+    plan: Plan, site: Site, read: Read, statistics: Statistics | None, options: CalibrationOptions
+) -> Sharing:
+    """What sharing costs in one module; on the processor where its eigenproblems are small."""
+    # A processor solves thousands of small ones faster than a GPU.
+    small = site.geometry.num_kv_heads // len(site.grouping) * site.geometry.head_dim <= 512
+    device = torch.device("cpu") if small else resolve_device(options.device)
+    tensors = {role: read(name).to(device) for role, name in site.site.names.items()}
+    weights = heads.split(plan.spec, site.geometry, tensors)
+    context = site_context(plan, site, tensors, statistics)
+    return sharing(weights, context, "full" if plan.method == "joint" else "rigid")
+
+
+def _search(method: str, problems: list[Sharing], site: Site, seed: int) -> heads.Grouping:
+    """The grouping of least summed cost of modules that must keep one order."""
+    groups = len(site.grouping)
+    size = site.geometry.num_kv_heads // groups * site.geometry.head_dim
+    pairs = torch.stack([problem.pairs().cpu() for problem in problems]).sum(0).numpy()
+    # Procrustes costs are slow iterations; its authors search on sums of pairs alone, and so do we.
+    budget = max(24, evaluations(size) // len(problems)) if method == "joint" else 0
+    return search(pairs, lambda g: sum(p.cost(g) for p in problems), groups, budget=budget, seed=seed)

@@ -1,0 +1,171 @@
+"""Calibration text as what a model reads: blocks of tokens, or corrupted spans for an encoder-decoder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..calibration import Batch
+from ..data import encode_documents, read_documents, span_corruption
+from ..data.spans import sentinel_ids
+from ..errors import DataError, UsageError
+from ..evaluation import block_loss
+from ..kv_cache import known_config
+from .options import CalibrationOptions
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+LEAST = 64  # tokens; less text says nothing
+HELD_OUT = 16  # blocks kept back to judge the result by, at most
+SPAN_LABELS = "labels"
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What the model reads.
+
+    Args:
+        rows: Ids `[N, T + 1]` (inputs, and targets one later), or keyword tensors with N rows each.
+    """
+
+    rows: Batch | Tensor
+
+    def __len__(self) -> int:
+        return len(self.rows if isinstance(self.rows, Tensor) else next(iter(self.rows.values())))
+
+    def __getitem__(self, index: slice) -> Inputs:
+        if isinstance(self.rows, Tensor):
+            return Inputs(self.rows[index])
+        return Inputs({name: x[index] for name, x in self.rows.items()})
+
+    def to(self, device: torch.device) -> Inputs:
+        """A copy on `device`."""
+        if isinstance(self.rows, Tensor):
+            return Inputs(self.rows.to(device))
+        return Inputs({name: x.to(device) for name, x in self.rows.items()})
+
+    @property
+    def read(self) -> Batch | Tensor:
+        """What the forward pass gets: no targets."""
+        if isinstance(self.rows, Tensor):
+            return self.rows[:, :-1]
+        return {name: x for name, x in self.rows.items() if name != SPAN_LABELS}
+
+    @property
+    def window(self) -> int:
+        """Tokens of a row (of an encoder-decoder: those the encoder reads)."""
+        read = self.read
+        return (read if isinstance(read, Tensor) else read["input_ids"]).shape[1]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all rows."""
+        return len(self) * self.window
+
+
+def calibration_inputs(
+    tokenizer: PreTrainedTokenizerBase, config: Mapping[str, Any], options: CalibrationOptions
+) -> Inputs:
+    """The calibration text as a model of this config reads it.
+
+    Args:
+        tokenizer: Of the model.
+        config: Its raw config.
+        options: Text, tokens, window.
+
+    Returns:
+        At least one row; shorter than the window where there is less text.
+
+    Raises:
+        DataError: Next to no text.
+        UsageError: An encoder-decoder that was not pretrained on corrupted spans.
+    """
+    texts = read_documents(options.texts, text_column=options.text_column)
+    window = min(options.window, context(config) or options.window)
+    if not getattr(known_config(config), "is_encoder_decoder", False):
+        return Inputs(cut_blocks(tokenizer, texts, window, options.tokens, overlap=1))
+    if not sentinel_ids(tokenizer):
+        raise UsageError(
+            f"plain text cannot calibrate {config.get('model_type')} models: they have no span sentinels",
+            where="--calibration",
+            fix="use --method joint without text, or --statistics measured with calibration.collect",
+        )
+    blocks = cut_blocks(tokenizer, texts, window, options.tokens, overlap=0)
+    made = span_corruption(tokenizer, config, blocks.shape[1], options.seed)
+    encoder, targets = made(blocks.numpy(), range(len(blocks)))
+    rows = {"input_ids": encoder, "decoder_input_ids": made.decoder_inputs(targets), SPAN_LABELS: targets}
+    return Inputs({name: torch.from_numpy(x) for name, x in rows.items()})
+
+
+def context(config: Mapping[str, Any]) -> int | None:
+    """Most tokens a decoder takes, from its raw config."""
+    text = config.get("text_config")
+    for holder in (config, text if isinstance(text, Mapping) else {}):
+        for key in ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len"):
+            if isinstance(holder.get(key), int):
+                return int(holder[key])
+    return None
+
+
+def cut_blocks(
+    tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], window: int, tokens: int, overlap: int
+) -> Tensor:
+    """Joined documents cut into blocks of `window` (+ `overlap`) ids, as the protocol `blocks` does.
+
+    Args:
+        tokenizer: Of the model.
+        texts: Documents.
+        window: Tokens between the starts of two blocks; less where the text is shorter.
+        tokens: Use at most so many.
+        overlap: Ids a block shares with the next.
+
+    Raises:
+        DataError: Fewer than 64 tokens of text.
+    """
+    parts, count = [], 0
+    for ids in encode_documents(tokenizer, texts):
+        parts.append(ids)
+        count += len(ids)
+        if count >= tokens + overlap:
+            break
+    if count < LEAST:
+        raise DataError(
+            f"{count} tokens of text are too few to calibrate on",
+            where="--calibration",
+            fix="give some 100 tokens for each of the model's hidden dims: hundreds of thousands",
+        )
+    stream = np.concatenate(parts)
+    room = min(tokens, count - overlap)
+    window = min(window, room)
+    starts = range(0, room // window * window, window)
+    return torch.from_numpy(np.stack([stream[i : i + window + overlap] for i in starts])).long()
+
+
+def split_held_out(inputs: Inputs) -> tuple[Inputs, Inputs | None]:
+    """Rows to learn from and rows to judge by (None where there are too few to spare any)."""
+    if len(inputs) < 4:
+        return inputs, None
+    kept = min(HELD_OUT, max(1, len(inputs) // 16))
+    return inputs[:-kept], inputs[-kept:]
+
+
+@torch.no_grad()
+def held_out_loss(model: Any, kept: Inputs) -> float:
+    """Nats per scored token on the rows kept back."""
+    if isinstance(kept.rows, Tensor):
+        return block_loss(model, kept.rows.cpu(), batch_size=4)
+    total, count = 0.0, 0
+    for i in range(0, len(kept), 4):
+        batch = dict(kept[i : i + 4].rows)
+        labels = batch.pop(SPAN_LABELS)
+        logits = model(**batch, use_cache=False).logits.float()
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        total += float(loss)
+        count += labels.numel()
+    return total / count

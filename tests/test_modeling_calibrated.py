@@ -21,7 +21,7 @@ from mha2gqa.checkpoint import open_checkpoint
 from mha2gqa.conversion import convert, convert_model
 from mha2gqa.errors import UsageError
 from mha2gqa.heads import AttentionWeights, permute_queries, query_order, split, unsplit
-from mha2gqa.loading import load_model
+from mha2gqa.loading import load_model, load_tokenizer
 
 GROUPS = {"self": 2, "cross": 2}
 FAMILIES = ["t5", "umt5", "bart", "whisper", "gpt2", "opt", "bloom", "mpt"]
@@ -155,8 +155,8 @@ def test_cross_attention_is_calibrated_on_what_the_encoder_says(tmp_path: Path, 
 
     folder = saved_t5(tmp_path / "t5")
     options = CalibrationOptions((text,), tokens=40 * WINDOW, window=WINDOW)
-    rows, kept = calibration_inputs(open_checkpoint(folder), options)
-    assert set(rows) == set(kept) == {"input_ids", "decoder_input_ids", "labels"}
+    rows = read_rows(folder, options)
+    assert set(rows) == {"input_ids", "decoder_input_ids", "labels"}
     batch = {n: x[:6] for n, x in rows.items() if n != "labels"}
     model = load_model(folder, device="cpu", attn_implementation="eager")
     statistics = collect(model, find_spec(model.config.to_dict()), batch, batch_size=4)
@@ -190,7 +190,7 @@ def test_calibrated_conversion_beats_pooling_at_every_stage(name: str, tmp_path:
     assert all(np.isfinite(list(losses.values())))
     pooled = convert(folder, tmp_path / "mean", 2, method="mean", refit=False, reconstruct=False, **options)
     original, joint, mean = (load_model(tmp_path / f, device="cpu") for f in ("in", "joint", "mean"))
-    rows, _ = calibration_inputs(open_checkpoint(folder), calibration_options(text))
+    rows = read_rows(folder, calibration_options(text))
     batch = {n: x[:32] for n, x in rows.items() if n != "labels"}
     right = logits(original, batch)
     errors = [float((logits(model, batch) - right).square().mean()) for model in (joint, mean)]
@@ -200,6 +200,11 @@ def test_calibrated_conversion_beats_pooling_at_every_stage(name: str, tmp_path:
     )
     for layer in result.layers:
         assert layer["error_fitted"] <= layer["error_merged"] + 1e-9
+
+
+def read_rows(folder: Path, options: Any) -> dict[str, Tensor]:
+    inputs = calibration_inputs(load_tokenizer(folder), open_checkpoint(folder).config, options)
+    return dict(inputs.rows)
 
 
 def calibration_options(text: str) -> Any:

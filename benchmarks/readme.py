@@ -1,0 +1,45 @@
+"""Fill the figures of README.md from `benchmarks/results/`: nothing in it is typed by hand.
+
+python benchmarks/readme.py            # rewrites README.md
+python benchmarks/readme.py --check    # exit 1 if that would change it
+
+A section between `<!-- results: NAME -->` and `<!-- end -->` receives the tables of every results file whose
+name begins with NAME.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+from tables import RESULTS, render
+
+ROOT = Path(__file__).parents[1]
+SECTION = re.compile(r"(<!-- results: (?P<name>[\w.-]+) -->\n).*?(<!-- end -->)", re.S)
+
+
+def filled(text: str) -> str:
+    """README text with every section filled from the results that exist."""
+
+    def fill(match: re.Match[str]) -> str:
+        files = sorted(RESULTS.glob(f"{match['name']}*.json"))
+        tables = "\n\n".join(filter(None, map(render, files))) or "_Not measured yet._"
+        return f"{match[1]}\n{tables}\n\n{match[3]}"
+
+    return SECTION.sub(fill, text)
+
+
+def main() -> int:
+    """Rewrite or check README.md."""
+    readme = ROOT / "README.md"
+    before = readme.read_text(encoding="utf-8")
+    after = filled(before)
+    if "--check" in sys.argv[1:]:
+        return int(before != after)
+    readme.write_text(after, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

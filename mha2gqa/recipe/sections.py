@@ -32,7 +32,7 @@ class ConvertRecipe(Section):
         groups: KV heads G of the result (not the group size).
         method: How the heads of a group become one.
         calibration: Files, folders, globs or hub names of the text to calibrate on.
-        calibration_tokens: How many tokens of it to use.
+        calibration_tokens, calibration_window: How many tokens of it to use, in blocks of how many.
         text_column: Column of the text in JSONL and Parquet.
         statistics: A file of saved calibration statistics.
         grouping: `neighbours`, `search`, or a file with one partition per layer.
@@ -46,6 +46,7 @@ class ConvertRecipe(Section):
     method: Method | None = None
     calibration: tuple[str, ...] = ()
     calibration_tokens: int | None = None
+    calibration_window: int | None = None
     text_column: str | None = None
     statistics: str | None = None
     grouping: str | None = None
@@ -74,6 +75,7 @@ class EvaluateRecipe(Section):
         bos: `auto`, `always` or `never`: whether a BOS stands before what is scored.
         seed: Of the bootstrap intervals.
         worst: How many of the worst documents to list.
+        tasks, task_limit: lm-eval tasks to run as well, and how many examples of each.
         agreement: Also measure agreement with the original on the same tokens.
     """
 
@@ -89,6 +91,8 @@ class EvaluateRecipe(Section):
     bos: Literal["auto", "always", "never"] | None = None
     seed: int | None = None
     worst: int | None = None
+    tasks: tuple[str, ...] = ()
+    task_limit: int | None = None
     agreement: bool | None = None
 
 

@@ -14,11 +14,13 @@ from .clitools import (
     SIZE,
     common,
     emit,
+    fit_words,
     given,
     option,
     options,
     progress_bar,
     progress_count,
+    progress_stages,
     run_command,
     training_words,
     write_json,
@@ -91,11 +93,13 @@ def plan(source: str, **words: Any) -> None:
 )
 @option("--calibration", multiple=True, metavar="DATA", help="Text to calibrate on; repeatable.")
 @option("--calibration-tokens", type=COUNT, help="How much of it to use (default 524288).")
+@option("--calibration-window", type=COUNT, help="Tokens of a block of it.")
 @text_column
 @option("--statistics", metavar="FILE", help="Saved calibration statistics: used if there, else written.")
 @option("--grouping", metavar="NAME|FILE", help="neighbours, search, or a file of partitions.")
 @option("--refit/--no-refit", default=None, help="Closed-form refit of the output projection.")
 @option("--reconstruct/--no-reconstruct", default=None, help="Layer-local regression after merging.")
+@option("--fit", "fit", multiple=True, metavar="KEY=VALUE", help="How hard those two try, such as steps=300.")
 @option("--as", "as_", metavar="TYPE", help="Re-express as another architecture (default auto).")
 @option("--attention", type=NAMES, metavar="KINDS", help="self, cross or self,cross, where a model has both.")
 @options(device, seed)
@@ -103,11 +107,14 @@ def plan(source: str, **words: Any) -> None:
 @options(revision, force, trust, common)
 def convert(source: str, out: str, **words: Any) -> None:
     """Write SOURCE with G key/value heads to the new folder OUT."""
+    fit = fit_words(words.pop("fit"))
     from .conversion import convert as call
+    from .reconstruct import ReconstructConfig
 
+    words["fit"] = ReconstructConfig(**fit) if fit else None
     groups = words.pop("groups")
-    with progress_bar("convert") as progress:
-        result = call(source, out, groups, progress=progress, **given(words))
+    with progress_bar("convert") as progress, progress_stages() as stage:
+        result = call(source, out, groups, progress=progress, stage=stage, **given(words))
     emit(result)
 
 

@@ -125,6 +125,18 @@ def training_words(overrides: Sequence[str]) -> dict[str, Any]:
     return {} if section is None else section.options()
 
 
+def fit_words(overrides: Sequence[str]) -> dict[str, Any]:
+    """`--fit KEY=VALUE` of the convert command as typed keyword arguments.
+
+    Raises:
+        UsageError: Not of that form, an unknown key, or a value of the wrong kind.
+    """
+    from .recipe import recipe_from_overrides
+
+    fit = recipe_from_overrides([f"convert.fit.{text}" for text in overrides]).convert.fit
+    return {} if fit is None else fit.options()
+
+
 # --- output --------------------------------------------------------------------------------------------
 
 
@@ -184,6 +196,28 @@ def progress_bar(label: str) -> Iterator[Callable[[int, int], None] | None]:
 
         def show(done: int, total: int) -> None:
             bar.total = total
+            bar.update(done - bar.n)
+
+        yield show
+
+
+@contextmanager
+def progress_stages() -> Iterator[Callable[[str, int, int], None] | None]:
+    """A bar for each stage on stderr, as `progress(stage, done, total)`; None where nobody is looking."""
+    if _state().get("quiet") or not first_process() or not sys.stderr.isatty():
+        yield None
+        return
+    from tqdm import tqdm
+
+    with tqdm(leave=False) as bar:
+        current = ""
+
+        def show(name: str, done: int, total: int) -> None:
+            nonlocal current
+            if name != current:
+                current = name
+                bar.reset(total)
+                bar.set_description(name)
             bar.update(done - bar.n)
 
         yield show

@@ -31,14 +31,23 @@ from mha2gqa.pipeline.plan import parallel_warnings, plan, suggested
 from mha2gqa.pipeline.push import push
 from mha2gqa.pipeline.run import run
 from mha2gqa.pipeline.sweep import Cell, grid, sweep
-from mha2gqa.recipe import EvaluateRecipe, UptrainRecipe, load_recipe, recipe_from_dict
+from mha2gqa.recipe import (
+    ConvertRecipe,
+    EvaluateRecipe,
+    FitRecipe,
+    UptrainRecipe,
+    load_recipe,
+    recipe_from_dict,
+)
 from mha2gqa.recipe.sections import Method
+from mha2gqa.reconstruct import ReconstructConfig
 from mha2gqa.uptraining import UptrainConfig
 from tests.conftest import pico_llama, word_tokenizer
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "tests" / "configs"
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
+OWN_FLAGS = {"refit", "regress", "seed", "betas"}  # set elsewhere, or not worth a key
 BUNDLED = {
     "llama-2-7b-gqa8": "llama-2-7b",
     "qwen1.5-7b-gqa8": "qwen1.5-7b",
@@ -168,6 +177,9 @@ def test_sections_hold_the_words_of_what_they_call() -> None:
     assert {f.name for f in fields(EvaluateRecipe)} == evaluate | {"agreement"}
     uptrain = {f.name for f in fields(UptrainConfig)} - {"model", "out", "force", "trust_remote_code"}
     assert uptrain <= {f.name for f in fields(UptrainRecipe)}
+    assert {f.name for f in fields(FitRecipe)} == {f.name for f in fields(ReconstructConfig)} - OWN_FLAGS
+    words = set(inspect.signature(convert).parameters) - {"source", "out", "force", "trust_remote_code"}
+    assert words - {"groupings", "progress", "stage"} <= {f.name for f in fields(ConvertRecipe)}
     assert set(get_args(Method)) <= set(MERGERS)
 
 

@@ -52,6 +52,16 @@ def test_the_effective_recipe_reads_back_equal(tmp_path: Path) -> None:
     assert recipe_from_dict(recipe.to_dict()) == recipe
 
 
+def test_nested_keys(tmp_path: Path) -> None:
+    text = TEXT.replace("groups: 8", "groups: 8\n  fit:\n    steps: 1e2\n    unit: layer")
+    recipe = load_recipe(write(tmp_path / "r.yaml", text), ["convert.fit.batch_size=4"])
+    assert recipe.convert.fit is not None
+    assert recipe.convert.fit.options() == {"steps": 100, "batch_size": 4, "unit": "layer"}
+    assert recipe_from_dict(recipe.to_dict()) == recipe
+    with pytest.raises(UsageError, match=r"r.yaml:6: convert.fit.setps: unknown key; did you mean steps"):
+        load_recipe(write(tmp_path / "r.yaml", text.replace("steps:", "setps:")))
+
+
 def test_overrides_win_and_later_ones_win_over_earlier(tmp_path: Path) -> None:
     path = write(tmp_path / "r.yaml")
     recipe = load_recipe(
@@ -103,7 +113,9 @@ def test_errors_name_file_line_key_and_nearest_key(
         ("uptrian.alpha=1", "unknown key; did you mean uptrain?"),
         ("convert.gruops=1", "--set convert.gruops=1: convert.gruops: unknown key; did you mean groups?"),
         ("convert.groups=x", "--set convert.groups=x: convert.groups: 'x' is not a whole number"),
-        ("a.b.c=1", "is not section.key=value"),
+        ("a.b.c.d=1", "is not section.key=value"),
+        ("convert.fit.step=1", "convert.fit.step: unknown key; did you mean steps?"),
+        ("convert.groups.x=1", "groups: holds no keys"),
     ],
 )
 def test_override_errors_name_the_override(tmp_path: Path, override: str, message: str) -> None:

@@ -15,7 +15,8 @@ from ..conversion import convert
 from ..errors import UsageError
 from ..evaluation import evaluate
 from ..evaluation.gates import measure_gates, require
-from ..recipe import Recipe, check_training_words, load_recipe, parse_size, recipe_from_dict
+from ..recipe import FitRecipe, Recipe, check_training_words, load_recipe, parse_size, recipe_from_dict
+from ..reconstruct import ReconstructConfig
 from ..report import headline, write_report
 from ..results import Result
 from ..uptraining import uptrain
@@ -183,6 +184,7 @@ class Job:
         """The converted checkpoint."""
         words = self.recipe.convert.options()
         words["calibration"] = resolve_data(self.recipe.convert.calibration, self.texts)
+        fit = words.pop("fit", FitRecipe()).options()
         inputs = {
             "source": self.original,
             "convert": self._named(words),
@@ -191,6 +193,8 @@ class Job:
         groups = words.pop("groups")
         if not words["calibration"]:
             del words["calibration"]
+        if fit:
+            words["fit"] = ReconstructConfig(**fit)
         if "max_shard_size" in words:
             words["max_shard_size"] = parse_size(words["max_shard_size"])
         if self.recipe.trust_remote_code:

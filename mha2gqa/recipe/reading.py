@@ -162,7 +162,7 @@ def _override(data: dict[str, Any], where: dict[str, str], override: str) -> Non
     key, equals, text = override.partition("=")
     place = f"--set {override}"
     parts = key.split(".")
-    if not equals or not all(parts) or len(parts) > 2:
+    if not equals or not all(parts) or len(parts) > 3:
         raise UsageError("is not section.key=value", where=place, fix="for example --set uptrain.alpha=0.02")
     import yaml
 
@@ -171,15 +171,18 @@ def _override(data: dict[str, Any], where: dict[str, str], override: str) -> Non
     except yaml.YAMLError as error:
         raise UsageError("the value is not YAML", where=place) from error
     holder = data
-    if len(parts) == 2:
-        if parts[0] not in SECTIONS:
-            unknown_key(parts[0], parts[0], list(SECTIONS), place)
-        holder = data[parts[0]] = dict(data.get(parts[0]) or {})
+    if len(parts) > 1 and parts[0] not in SECTIONS:
+        unknown_key(parts[0], parts[0], list(SECTIONS), place)
+    for part in parts[:-1]:
+        inner = holder.get(part)
+        if inner is not None and not isinstance(inner, dict):
+            raise UsageError("holds no keys", where=f"{place}: {part}")
+        holder[part] = holder = dict(inner or {})
     holder[parts[-1]] = value
     where[key] = place
 
 
-def _section(kind: type, name: str, value: Any, where: str, places: Mapping[str, str]) -> Any:
+def _section(kind: Any, name: str, value: Any, where: str, places: Mapping[str, str]) -> Any:
     if dataclasses.is_dataclass(value):
         return value
     if not isinstance(value, Mapping):
@@ -199,8 +202,12 @@ def _build(kind: type[T], prefix: str, values: Mapping[str, Any], where: str, pl
     rest: dict[str, Any] = {}
     for key, value in values.items():
         if key in names:
-            place = f"{places.get(prefix + key, where)}: {prefix}{key}"
-            built[names[key]] = coerce(hints[names[key]], value, place)
+            hint, place = hints[names[key]], f"{places.get(prefix + key, where)}: {prefix}{key}"
+            inner = next((a for a in typing.get_args(hint) if dataclasses.is_dataclass(a)), None)
+            if prefix and inner is not None and value is not None:
+                built[names[key]] = _section(inner, prefix + key, value, where, places)
+            else:
+                built[names[key]] = coerce(hint, value, place)
         elif extra and key == "training_args" and isinstance(value, Mapping):
             rest |= value
         elif extra and isinstance(key, str):

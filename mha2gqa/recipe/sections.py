@@ -25,6 +25,34 @@ class Section:
 
 
 @dataclass(frozen=True)
+class FitRecipe(Section):
+    """Key `convert.fit`: how hard the stages after merging try.
+
+    Args:
+        steps, batch_size, learning_rate, relative, schedule, warmup: Of the regression of each module.
+        ridge: Pull of the refit towards the merged output projection.
+        unit: Whose output is matched: `attention` or the whole `layer`.
+        inputs: Whose stream a module reads meanwhile: `student` or `teacher`.
+        average: Share of the last steps whose weights are averaged.
+        holdout, check_every, patience: Early stopping on blocks kept aside.
+    """
+
+    steps: int | None = None
+    batch_size: int | None = None
+    learning_rate: float | None = None
+    relative: bool | None = None
+    schedule: Literal["cosine", "linear", "constant"] | None = None
+    warmup: float | None = None
+    ridge: float | None = None
+    unit: Literal["attention", "layer"] | None = None
+    inputs: Literal["student", "teacher"] | None = None
+    average: float | None = None
+    holdout: float | None = None
+    check_every: int | None = None
+    patience: int | None = None
+
+
+@dataclass(frozen=True)
 class ConvertRecipe(Section):
     """Section `convert`: the words of `mha2gqa convert`.
 
@@ -37,6 +65,7 @@ class ConvertRecipe(Section):
         statistics: A file of saved calibration statistics.
         grouping: `neighbours`, `search`, or a file with one partition per layer.
         refit, reconstruct: Stages after merging.
+        fit: How hard those try.
         as_: `auto`, or the model_type to re-express the source as (`as` in YAML).
         attention: Kinds of attention to convert, of those the model has (`[self, cross]`).
         device, seed, max_shard_size, revision: As on the command line.
@@ -52,6 +81,7 @@ class ConvertRecipe(Section):
     grouping: str | None = None
     refit: bool | None = None
     reconstruct: bool | None = None
+    fit: FitRecipe | None = None
     as_: str | None = None
     attention: tuple[Literal["self", "cross"], ...] = ()
     device: str | None = None

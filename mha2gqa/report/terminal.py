@@ -184,9 +184,10 @@ def _uptrain(data: Data) -> str:
 
 
 def _run(data: Data) -> str:
-    lines = [f"{stage['name']}: {stage['detail']}" for stage in data["stages"]]
+    planned = [stage for stage in data["stages"] if stage["status"] == "planned"]  # the others were logged
+    lines = [f"{stage['name']}: {stage['detail']}" for stage in planned]
     if data.get("models"):
-        lines += ["", text_table(COLUMNS, model_rows(data["models"]))]
+        lines += [text_table(COLUMNS, model_rows(data["models"]))]
     if data.get("headline"):
         lines += ["", data["headline"]]
     lines += [f"wrote {path}" for path in data.get("written") or ()]

@@ -3,20 +3,28 @@
 python benchmarks/readme.py            # rewrites README.md
 python benchmarks/readme.py --check    # exit 1 if that would change it
 
-A section between `<!-- results: NAME -->` and `<!-- end -->` receives the tables of every results file whose
-name begins with NAME.
+A section between `<!-- results: NAME -->` and `<!-- end -->` receives a table of every results file whose
+name begins with NAME: the first table of each, `python benchmarks/tables.py` prints them all.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
 
-from tables import RESULTS, render
+from tables import RENDERERS, RESULTS
 
 ROOT = Path(__file__).parents[1]
 SECTION = re.compile(r"(<!-- results: (?P<name>[\w.-]+) -->\n).*?(<!-- end -->)", re.S)
+
+
+def first_table(path: Path) -> str:
+    """The first table known for a results file; empty where none is."""
+    record = json.loads(path.read_text(encoding="utf-8"))
+    tables = [renderer(record) for renderer in RENDERERS.get(record.get("command", ""), ())[:1]]
+    return "\n\n".join([f"### {path.stem.replace('_', ' ')}", *tables]) if tables else ""
 
 
 def filled(text: str) -> str:
@@ -24,7 +32,7 @@ def filled(text: str) -> str:
 
     def fill(match: re.Match[str]) -> str:
         files = sorted(RESULTS.glob(f"{match['name']}*.json"))
-        tables = "\n\n".join(filter(None, map(render, files))) or "_Not measured yet._"
+        tables = "\n\n".join(filter(None, map(first_table, files))) or "_Not measured yet._"
         return f"{match[1]}\n{tables}\n\n{match[3]}"
 
     return SECTION.sub(fill, text)

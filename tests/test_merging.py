@@ -304,7 +304,9 @@ def test_merged_heads_expand_to_the_same_function() -> None:
 def test_pair_costs_equal_group_costs_of_two(name: str) -> None:
     spec, rotary, sizes = CASES[name]
     problem = sharing(random_weights(**sizes), MergeContext(spec, rotary))
-    pairs = problem.pairs()
+    pairs, light = problem.pairs(), problem.costs_only().pairs()
+    assert problem.costs_only().cost((0, 3, 4)) == problem.cost((0, 3, 4))
     for a in range(6):
         for b in range(a):
+            assert float(light[a, b]) == float(pairs[a, b])
             assert float(pairs[a, b]) == pytest.approx(problem.cost((a, b)), rel=1e-6, abs=1e-9)

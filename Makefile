@@ -6,7 +6,7 @@ JOBS ?= 2
 export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: demo test lint format faults engines oracles bench clean
+.PHONY: demo test lint format faults archs engines oracles bench clean
 
 $(VENV)/.installed: pyproject.toml constraints-cpu.txt
 	$(PYTHON) -m venv $(VENV)
@@ -32,6 +32,10 @@ format: $(VENV)/.installed
 # The public faults of the field, one test each.
 faults: $(VENV)/.installed
 	$(BIN)/python -m pytest -n $(JOBS) tests/test_faults.py
+
+# Every architecture of the table, with its real class (three minutes on two cores).
+archs: $(VENV)/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) tests/test_architectures_walk.py
 
 # Equality with independent tools (lm-eval, ModelOpt); installs them.
 oracles: $(VENV)/.installed

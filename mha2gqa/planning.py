@@ -186,6 +186,7 @@ def plan_for_spec(
     source = dict(config)
     if (
         export is None
+        and spec.kv_heads_keys
         and lookup(spec.text_config(config), spec.kv_heads_keys[0]) is None
         and not spec.variants
     ):
@@ -258,8 +259,9 @@ def _notes(
         notes.append(f"the model already has {groups} KV heads: the output is a verified copy")
     if ("pretraining_tp",) in changes:
         notes.append("pretraining_tp is set to 1: sliced projections would count the wrong heads")
-    if changes and lookup(spec.text_config(config), spec.kv_heads_keys[0]) is None and not spec.variants:
-        notes.append(f"{spec.kv_heads_keys[0]} was absent: {before} KV heads are read off the tensors")
+    keys = () if spec.variants else spec.kv_heads_keys
+    if changes and keys and lookup(spec.text_config(config), keys[0]) is None:
+        notes.append(f"{keys[0]} was absent: {before} KV heads are read off the tensors")
     return notes
 
 

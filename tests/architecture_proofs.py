@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pico_models import NO_CACHE, NO_GENERATE, model_class, pico_config, pico_inputs, runnable
+from pico_models import NO_CACHE, NO_GENERATE, NO_USE_CACHE, model_class, pico_config, pico_inputs, runnable
 from safetensors.torch import load_file, save_file
 
 from mha2gqa import heads
@@ -249,15 +249,18 @@ def convert_pico(model_type: str, folder: Path, groups: int = 2) -> Pico:
     convert(pico.source, pico.out, groups)
     before, after = read_config(pico.source), read_config(pico.out)
     spec = find_spec(before)
-    allowed = {(*spec.config_path, *key.split(".")) for key in kv_keys(spec)}
+    allowed = {(*spec.config_path, *key.split(".")) for key in kv_keys(spec, groups)}
     assert config_difference(before, after) <= allowed
     assert config_difference(before, after), "no KV key changed"
     assert read_tensors(pico.source).keys() == read_tensors(pico.out).keys()
     return pico
 
 
-def kv_keys(spec: AttentionSpec) -> set[str]:
-    return {v.kv_heads_key for v in spec.variants} | set(spec.kv_heads_keys)
+def kv_keys(spec: AttentionSpec, groups: int) -> set[str]:
+    """The config keys a conversion may change."""
+    target = spec.mqa if groups == 1 else spec.gqa
+    also = () if target is None else (*target.config, target.kv_heads_key)
+    return {*(v.kv_heads_key for v in spec.variants), *spec.kv_heads_keys, *also}
 
 
 def prove_load(pico: Pico) -> torch.nn.Module:
@@ -275,7 +278,11 @@ def prove_load(pico: Pico) -> torch.nn.Module:
 @torch.no_grad()
 def outputs(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
     """Logits, or hidden states of a text model without a head."""
-    out = runnable(model)(**pico_inputs(model, ids), use_cache=False)
+    inputs = pico_inputs(model, ids)
+    use_cache = {} if model.config.model_type in NO_USE_CACHE else {"use_cache": False}
+    out = runnable(model)(**inputs, **use_cache)
+    if isinstance(out, torch.Tensor):
+        return out
     return out.logits if "logits" in out else out.last_hidden_state
 
 

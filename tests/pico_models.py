@@ -6,7 +6,6 @@ that a class asserts) is stated per model type in `OVERRIDES`.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -44,7 +43,12 @@ SIZES: dict[str, int] = {
     **dict.fromkeys(("patch_size",), 16),
     **dict.fromkeys(("num_mel_bins",), 16),
     **dict.fromkeys(("num_filters",), 4),
-    **dict.fromkeys(("base_channels",), 32),
+    **dict.fromkeys(("base_channels", "latent_channels", "output_channels", "downsample_hidden_size"), 32),
+    **dict.fromkeys(("num_embeddings", "codebook_size", "codebook_vocab_size", "max_img_size"), HIDDEN),
+    **dict.fromkeys(
+        ("projector_hidden_size", "projection_hidden_dim", "alignment_intermediate_size"), HIDDEN
+    ),
+    **dict.fromkeys(("hidden_dim", "adapter_hidden_size", "vision_hidden_size", "downsample_dim"), HIDDEN),
     **dict.fromkeys(("projection_dim", "image_token_embed_dim", "fusion_dim", "cross_hidden_size"), HIDDEN),
     **dict.fromkeys(("max_source_positions", "max_target_positions", "max_position"), VOCAB),
     **dict.fromkeys(("hidden_size_per_layer_input",), 8),
@@ -113,8 +117,11 @@ OVERRIDES: dict[str, dict[str, Any]] = {
             "moe_intermediate_size": [16, 16],
         }
     },
+    "falcon": {"new_decoder_architecture": True, "num_kv_heads": HEADS},
+    "gpt_bigcode": {"multi_query": False},
     "falcon_h1": {**_MAMBA, "mamba_d_ssm": HIDDEN * 2},
     "fun_asr_nano": {"adaptor_config": {"intermediate_size": HIDDEN // 4}},
+    "gemma3n": {"text_config": _GEMMA3N},
     "gemma3n_text": _GEMMA3N,
     **{name: {"text_config": _MROPE} for name in ("glm46v", "glm4v", "glm_ocr", "glmga")},
     "gemma4_text": {"num_hidden_layers": 2, "attention_k_eq_v": True},
@@ -159,6 +166,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "nemotron_h": _HYBRID,
     "nemotron_h_omni": {"vision_config": {"video_temporal_patch_size": 2}, "text_config": _HYBRID},
     "paddleocr_vl": {"text_config": _MROPE},
+    "perception_lm": {"vision_config": {"model_args": {"embed_dim": HIDDEN}}},
     "qwen2_5_omni_thinker": {"text_config": _MROPE, "vision_start_token_id": 101},
     "qwen2_5_vl": {"text_config": _MROPE},
     "qwen2_vl": {"text_config": _MROPE},
@@ -167,6 +175,13 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "qwen4_exp_text": _INDEXER,
     "recurrent_gemma": {"block_types": ["recurrent", "attention"], "lru_width": HIDDEN},
     "step3p7": {"text_config": {"sliding_window": 8}},
+    **{
+        name: {key: {"downsampling_ratios": [2, 2], "depths": [1, 1, 1]} for key in keys}
+        for name, keys in {
+            "vibevoice": ("audio_config", "semantic_model_config"),
+            "vibevoice_asr": ("acoustic_tokenizer_encoder_config", "semantic_tokenizer_encoder_config"),
+        }.items()
+    },
     "zamba": {
         "num_hidden_layers": 4,
         "layers_block_type": ["linear_attention", "hybrid"] * 2,
@@ -222,8 +237,11 @@ def pico_config(model_type: str, **changes: Any) -> Any:
 
 def model_class(model_type: str) -> Any:
     """The class that runs a checkpoint of `model_type`."""
+    import transformers
     from transformers.models.auto import modeling_auto as auto
 
+    if model_type in CLASSES:
+        return getattr(transformers, CLASSES[model_type])
     for mapping in (
         auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
         auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -232,42 +250,82 @@ def model_class(model_type: str) -> Any:
     ):
         if model_type in mapping:
             name = mapping[model_type]
-            return getattr(
-                importlib.import_module("transformers"), name if isinstance(name, str) else name[0]
-            )
+            return getattr(transformers, name if isinstance(name, str) else name[0])
     raise LookupError(model_type)
 
 
+# The number of KV heads a type can hold, where it is not any divisor.
+GROUPS = {"gpt_bigcode": 1}
+# Wrappers whose vision tower is a timm model.
+TIMM = ("fast_vlm", "gemma3n", "perception_lm")
 # Where a submodule is run: the whole model demands an image or audio.
-INSIDE = {"llama4": "language_model", "voxtral_realtime": "model.language_model"}
+INSIDE = {
+    "blt": "model.global_transformer",
+    "llama4": "language_model",
+    "shieldgemma2": "model",
+    "voxtral_realtime": "model.language_model",
+}
+# The class of a checkpoint, where the auto mappings name another.
+CLASSES = {"shieldgemma2": "ShieldGemma2ForImageClassification"}
 # Classes that cannot use a cache, or answer differently with one, before any conversion.
 NO_CACHE = ("blt", "dory")
+# Classes whose forward takes no `use_cache`.
+NO_USE_CACHE = ("blt", "pi0")
 # Classes whose `generate` demands an image, audio or a package.
-NO_GENERATE = ("diffusion_gemma", "kyutai_speech_to_text", "vibevoice", "voxtral_realtime", "dia")
+NO_GENERATE = ("dia", "diffusion_gemma", "kyutai_speech_to_text", "pi0", "vibevoice", "voxtral_realtime")
 
 
 def pico_inputs(model: Any, ids: Any) -> dict[str, Any]:
     """What a forward pass takes: tokens, and for an encoder-decoder what the encoder gives."""
-    import torch
-    from transformers.modeling_outputs import BaseModelOutput
-
     config, kind = model.config, model.config.model_type
-    states = torch.randn(ids.shape[0], 5, HIDDEN, generator=torch.Generator().manual_seed(3))
-    if kind in ("canary", "cohere_asr"):
-        encoded = BaseModelOutput(states)
-        encoded.attention_mask = None
-        return {"encoder_outputs": encoded, "decoder_input_ids": ids}
-    if kind == "dia":
-        return {"input_ids": ids, "decoder_input_ids": _channels(ids, config.decoder_config.num_channels)}
-    if kind == "mllama":
-        return {"input_ids": ids, "cross_attention_states": states}
-    if kind == "kyutai_speech_to_text":
-        return {"input_ids": _channels(ids, config.num_codebooks + 1)}
-    if kind == "voxtral_realtime":
-        return {"input_ids": ids, "t_cond": torch.zeros(1, 1, HIDDEN)}
-    if kind == "diffusion_gemma" or config.is_encoder_decoder:
+    if kind in _SPECIAL_INPUTS:
+        return _SPECIAL_INPUTS[kind](config, ids)
+    if config.is_encoder_decoder:
         return {"input_ids": ids, "decoder_input_ids": ids.flip(1)}
     return {"input_ids": ids}
+
+
+def _noise(ids: Any, *shape: int) -> Any:
+    """Random numbers `[B, *shape]`."""
+    import torch
+
+    return torch.randn(ids.shape[0], *shape, generator=torch.Generator().manual_seed(3))
+
+
+def _encoded(config: Any, ids: Any) -> dict[str, Any]:
+    """Hidden states in place of an encoder's."""
+    from transformers.modeling_outputs import BaseModelOutput
+
+    encoded = BaseModelOutput(_noise(ids, 5, HIDDEN))
+    encoded.attention_mask = None
+    return {"encoder_outputs": encoded, "decoder_input_ids": ids}
+
+
+def _actions(config: Any, ids: Any) -> dict[str, Any]:
+    """State and noise of a robot's policy behind embedded tokens; no image."""
+    return {
+        "state": _noise(ids, config.max_state_dim),
+        "noise": _noise(ids, config.chunk_size, config.max_action_dim),
+        "timestep": _noise(ids).sigmoid(),
+        "inputs_embeds": _noise(ids, ids.shape[1], HIDDEN),
+        "pixel_values": _noise(ids),
+    }
+
+
+_SPECIAL_INPUTS: dict[str, Any] = {
+    "blt": lambda config, ids: {"inputs_embeds": _noise(ids, ids.shape[1], HIDDEN)},
+    "canary": _encoded,
+    "cohere_asr": _encoded,
+    "dia": lambda config, ids: {
+        "input_ids": ids,
+        "decoder_input_ids": _channels(ids, config.decoder_config.num_channels),
+    },
+    "diffusion_gemma": lambda config, ids: {"input_ids": ids, "decoder_input_ids": ids.flip(1)},
+    "kyutai_speech_to_text": lambda config, ids: {"input_ids": _channels(ids % 60, config.num_codebooks + 1)},
+    "mllama": lambda config, ids: {"input_ids": ids, "cross_attention_states": _noise(ids, 5, HIDDEN)},
+    "pi0": _actions,
+    "voxtral_realtime": lambda config, ids: {"input_ids": ids, "t_cond": _noise(ids, 1, HIDDEN) * 0},
+}
 
 
 def _channels(ids: Any, count: int) -> Any:

@@ -1,5 +1,6 @@
 """The table of architectures: how each stores its attention, and what may be done to it."""
 
+from .listing import list_architectures
 from .registry import find_spec
 from .sites import config_changes, find_sites, geometry, kv_heads_before, plan_groups
 from .spec import (
@@ -28,6 +29,7 @@ __all__ = [
     "find_spec",
     "geometry",
     "kv_heads_before",
+    "list_architectures",
     "lookup",
     "plan_groups",
     "rotary_dim",

@@ -52,5 +52,9 @@ REFUSED: dict[str, str] = {
         ("moonshine", "moonshine_streaming"),
         "its class shapes the queries by the KV-head count, so it cannot run with fewer KV heads than query heads",
     ),
+    "zaya": (
+        "its keys are mixed with the queries of their own group before attention, so a shared key head cannot "
+        "equal the heads it stands for"
+    ),
     "reformer": "hashed attention shares one projection between queries and keys",
 }

@@ -9,11 +9,13 @@ from typing import Any
 from ..errors import CheckpointError, UnsupportedModelError
 from . import table, wrappers
 from .exported import EXPORTED
+from .flags import falcon, gpt_bigcode
 from .refusals import REFUSED
 from .spec import AttentionSpec
 from .table import DECODERS
 from .wrappers import ENCODER_DECODERS, FLAT, TEXT_PARTS, TEXT_PREFIXES, WRAPPERS
 
+BY_FLAGS = {"falcon": falcon, "gpt_bigcode": gpt_bigcode}
 RULES = {**table.RULES, **wrappers.RULES}
 SUPPORTED: dict[str, AttentionSpec] = {**EXPORTED, **DECODERS, **TEXT_PARTS, **ENCODER_DECODERS, **FLAT}
 
@@ -35,6 +37,8 @@ def find_spec(config: Mapping[str, Any]) -> AttentionSpec:
     if not isinstance(model_type, str):
         raise CheckpointError("no model_type", where="config.json", fix="it must be a transformers config")
     where = f"model_type {model_type!r}"
+    if model_type in BY_FLAGS:
+        return replace(BY_FLAGS[model_type](config), text_type=model_type)
     if model_type in WRAPPERS:
         return _nested(config, model_type, where)
     if model_type not in SUPPORTED:
@@ -54,12 +58,13 @@ def _nested(config: Mapping[str, Any], model_type: str, where: str) -> Attention
         raise _unsupported(config, text_type, where)
     inside = SUPPORTED[text_type]
     memory = inside if inside.memory is None else inside.memory
-    memory = replace(memory, prefixes=tuple(dict.fromkeys((*TEXT_PREFIXES, *memory.prefixes))))
+    around = (*TEXT_PREFIXES, *wrapper.prefixes)
+    memory = replace(memory, prefixes=tuple(dict.fromkeys((*around, *memory.prefixes))))
     base = inside if wrapper.disk is None else wrapper.disk
     nested = replace(
         base,
         config_path=wrapper.path,
-        prefixes=tuple(dict.fromkeys((*TEXT_PREFIXES, *wrapper.prefixes, *base.prefixes))),
+        prefixes=tuple(dict.fromkeys((*around, *base.prefixes))),
         memory=memory,
     )
     return _apply_rules(nested, config, text_type, where)

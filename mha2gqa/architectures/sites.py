@@ -119,7 +119,8 @@ def _declared_heads(spec: AttentionSpec, text: Mapping[str, Any], key: str, laye
 
 def _variants(spec: AttentionSpec, kind: str) -> tuple[Variant, ...]:
     own = tuple(v for v in spec.variants if v.kind == kind)
-    return own or (Variant(spec.heads_key, spec.kv_heads_keys[0], spec.head_dim_key, kind),)
+    kv_heads_key = spec.kv_heads_keys[0] if spec.kv_heads_keys else ""
+    return own or (Variant(spec.heads_key, kv_heads_key, spec.head_dim_key, kind),)
 
 
 def geometry(
@@ -270,4 +271,6 @@ def config_changes(
     target = spec.target(num_heads, groups)
     if target is not None:
         changes |= target.config
+        if target.kv_heads_key:
+            changes[target.kv_heads_key] = groups
     return {(*spec.config_path, *key.split(".")): value for key, value in changes.items()}

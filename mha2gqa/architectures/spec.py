@@ -58,11 +58,13 @@ class Target:
         layout: Fused layout of the result.
         config: Further config keys and the values they receive.
         note: What the user should know about the result.
+        kv_heads_key: Key that receives G, where the source has none that counts.
     """
 
     layout: Layout
     config: Mapping[str, Any] = field(default_factory=dict, hash=False)
     note: str = ""
+    kv_heads_key: str = ""
 
 
 @dataclass(frozen=True)

@@ -106,7 +106,7 @@ _BY_TEXT: dict[str, tuple[str, ...]] = {
     "qwen3_5_text": ("minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "qwen3_5"),
     "mistral": ("idefics2", "mistral3"),
     "granite": ("granite_speech", "granite_speech_plus"),
-    "gemma3_text": ("gemma3", "shieldgemma2"),
+    "gemma3_text": ("gemma3",),
     "cohere2": ("aya_vision", "cohere2_vision"),
     "qwen3_vl_text": ("qwen3_vl",),
     "glm4v_text": ("glm46v", "glm4v", "glmga"),
@@ -154,6 +154,9 @@ WRAPPERS: dict[str, Wrapper] = {
     "molmo2": Wrapper("molmo2_text", disk=_MOLMO),
     "nemo_speechlm": Wrapper("nemotron_h", prefixes=("llm.model.", "llm.backbone.")),
     "nemotron_h_omni": Wrapper("nemotron_h", prefixes=("language_model.backbone.",)),
+    "shieldgemma2": Wrapper(
+        "gemma3_text", prefixes=("model.model.language_model.model.", "model.model.language_model.")
+    ),
     "qianfan_ocr": Wrapper("qwen3", prefixes=("language_model.model.encoder.",)),
 }
 

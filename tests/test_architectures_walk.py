@@ -1,0 +1,103 @@
+"""Every architecture of the table, with its real class: converted, loaded, run, and held against the oracles.
+
+`python tests/test_architectures_walk.py` proves all and writes the list that `mha2gqa archs` shows.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from architecture_proofs import convert_pico, prove_forward, prove_load
+from pico_models import GROUPS, TIMM
+
+from mha2gqa.architectures import listing
+from mha2gqa.architectures.exported import STOCK
+
+WALKED = [name for name in listing.supported_types() if name not in STOCK]
+# One of each kind of entry runs by default; `make archs` runs all.
+REPRESENTATIVE = {
+    "afmoe", "blt", "chameleon", "cohere", "cohere_asr", "dbrx", "dia", "diffllama", "doge", "exaone", "exaone4",
+    "falcon", "flint", "gemma3", "gemma3n_text", "gemma4_text", "glm", "gpt_bigcode", "gpt_oss", "granitemoehybrid",
+    "inkling2_text", "laguna", "llama", "llama4_text", "llava", "mimo_v2_flash", "mixtral", "mllama", "molmo2",
+    "nanochat", "nemotron_h", "olmo2", "phi", "phi3", "pi0", "qwen2", "qwen2_vl", "qwen3", "qwen3_next",
+    "recurrent_gemma", "sarvam_moe", "stablelm", "starcoder2", "t5gemma", "zamba2",
+}  # fmt: skip
+
+
+def _parameter(name: str) -> Any:
+    return name if name in REPRESENTATIVE else pytest.param(name, marks=pytest.mark.slow)
+
+
+@pytest.fixture
+def no_timm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty module in place of a vision tower that needs timm."""
+    _replace_timm(monkeypatch.setattr)
+
+
+def _replace_timm(setattr_: Any) -> None:
+    from transformers import AutoModel
+
+    build = AutoModel.from_config.__func__
+
+    def from_config(cls: Any, config: Any, **kwargs: Any) -> torch.nn.Module:
+        timm = config.model_type in ("gemma3n_vision", "timm_wrapper")
+        return torch.nn.Module() if timm else build(cls, config, **kwargs)
+
+    setattr_(AutoModel, "from_config", classmethod(from_config))
+
+
+def _skip_if_absent(model_type: str) -> None:
+    from transformers import CONFIG_MAPPING, __version__
+
+    if model_type not in CONFIG_MAPPING:
+        pytest.skip(f"transformers {__version__} has no {model_type}")
+
+
+@pytest.mark.parametrize("model_type", [_parameter(name) for name in WALKED])
+def test_architecture(model_type: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    _skip_if_absent(model_type)
+    if model_type in TIMM:
+        request.getfixturevalue("no_timm")
+    pico = convert_pico(model_type, tmp_path, GROUPS.get(model_type, 2))
+    prove = prove_forward if model_type in listing.proofs()["forward"] else prove_load
+    prove(pico)
+
+
+def test_every_supported_type_is_proven_and_the_list_is_the_table() -> None:
+    proven = listing.proofs()
+    assert sorted(proven["forward"] + proven["meta"]) == listing.supported_types()
+    assert len(proven["forward"]) >= 200
+
+
+def _prove(model_type: str) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        pico = convert_pico(model_type, Path(folder), GROUPS.get(model_type, 2))
+        try:
+            prove_forward(pico)
+        except (TypeError, ValueError, NotImplementedError) as error:
+            print(f"{model_type}: no forward pass ({error})", file=sys.stderr)
+            prove_load(pico)
+            return "meta"
+    return "forward"
+
+
+def main() -> None:
+    """Prove every type and write `proven.json`."""
+    import transformers
+
+    _replace_timm(setattr)
+    kinds = {name: _prove(name) for name in WALKED} | dict.fromkeys(STOCK, "forward")
+    lists = {kind: sorted(n for n, k in kinds.items() if k == kind) for kind in ("forward", "meta")}
+    data = {"transformers": transformers.__version__, **lists}
+    listing._PROVEN.write_text(json.dumps(data, indent=1) + "\n")
+    print({kind: len(names) for kind, names in lists.items()})
+
+
+if __name__ == "__main__":
+    main()

@@ -241,8 +241,9 @@ def verify(out: str, **words: Any) -> None:
 def archs() -> None:
     """List architectures: supported, re-expressed as another, refused and why."""
     from .architectures import list_architectures
+    from .results import headed
 
-    emit(list_architectures())
+    emit(headed("archs", list_architectures()))
 
 
 @cli.command()

@@ -42,6 +42,11 @@ def jsonable(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
+def headed(command: str, data: dict[str, Any]) -> dict[str, Any]:
+    """`data` behind what every result begins with: schema version, command, versions."""
+    return {"schema_version": SCHEMA_VERSION, "command": command, "versions": versions()} | data
+
+
 class Result:
     """Base of the result dataclasses; `command` names the command that makes it.
 
@@ -52,8 +57,7 @@ class Result:
 
     def to_dict(self) -> dict[str, Any]:
         """The result as plain JSON data, with schema version, command and versions first."""
-        head = {"schema_version": SCHEMA_VERSION, "command": self.command, "versions": versions()}
-        return head | jsonable(self)
+        return headed(self.command, jsonable(self))
 
     def write_json(self, path: str | Path) -> Path:
         """Write `to_dict()` to `path`, indented."""

@@ -240,3 +240,15 @@ def test_gates() -> None:
     with pytest.raises(GateError, match=r"min_agreement 0.9 against 0.95"):
         require(check_gates(rows, min_agreement=0.95))
     assert check_gates(rows[:1]) == []
+
+
+def test_archs_lists_every_type_with_its_fate() -> None:
+    code = "import sys; from mha2gqa.cli import main; sys.argv = ['mha2gqa', '--json', 'archs']; main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout)
+    assert (found["command"], found["schema_version"]) == ("archs", 1)
+    assert {"model_type": "llama", "proven": "forward"} in found["supported"]
+    assert all(row["reason"] for row in found["refused"])
+    refused = {row["model_type"] for row in found["refused"]}
+    assert {"deepseek_v3", "mamba", "jetmoe"} <= refused
+    assert not refused & {row["model_type"] for row in found["supported"]}

@@ -206,8 +206,8 @@ FLAT: dict[str, AttentionSpec] = {
         LLAMA,
         key_symmetry="none",
         extras=tuple(
-            HeadExtra(f"{side}_norm.{leaf}", per)
-            for side, per in (("q", "query"), ("k", "kv"))
+            HeadExtra(f"{side}_norm.{leaf}", "query" if side == "q" else "kv")
+            for side in "qk"
             for leaf in ("weight", "bias")
         ),
     ),

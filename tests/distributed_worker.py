@@ -82,7 +82,7 @@ if __name__ == "__main__":
         pretend_gpus()
     found = {
         "in memory": in_memory(ddp_backend="gloo", **sharded),
-        "checkpoint": from_checkpoint(place, ddp_backend="gloo", **sharded),
+        "checkpoint": from_checkpoint(place, streaming=mode == "ddp", ddp_backend="gloo", **sharded),
     }
     if os.environ["RANK"] == "0":
         (place / "found.json").write_text(json.dumps(found))

@@ -251,6 +251,17 @@ def test_dead_heads_do_no_harm(part: str, name: str) -> None:
         assert error(w, lossless, spec, rotary) < 1e-9
 
 
+def test_constant_keys_stay_invisible() -> None:
+    """Keys that do not depend on the input leave attention uniform, before and after."""
+    spec, w = AttentionSpec(position="none", key_symmetry="linear"), random_weights(biases="qkvo")
+    w.k[:] = 0
+    for group in GROUPING:
+        w.v[group[1]], w.v_bias[group[1]] = w.v[group[0]], w.v_bias[group[0]]
+    for method in ("joint", "align"):
+        merged = MERGERS[method](w, GROUPING, MergeContext(spec, 0)).weights
+        assert error(w, merged, spec, 0) < 1e-9
+
+
 def test_sinks_forbid_folding() -> None:
     """With attention sinks the weights do not sum to one, so a value's constant part is not constant."""
     spec = AttentionSpec()
@@ -304,7 +315,9 @@ def test_merged_heads_expand_to_the_same_function() -> None:
 def test_pair_costs_equal_group_costs_of_two(name: str) -> None:
     spec, rotary, sizes = CASES[name]
     problem = sharing(random_weights(**sizes), MergeContext(spec, rotary))
-    pairs = problem.pairs()
+    pairs, light = problem.pairs(), problem.costs_only().pairs()
+    assert problem.costs_only().cost((0, 3, 4)) == problem.cost((0, 3, 4))
     for a in range(6):
         for b in range(a):
+            assert float(light[a, b]) == float(pairs[a, b])
             assert float(pairs[a, b]) == pytest.approx(problem.cost((a, b)), rel=1e-6, abs=1e-9)

@@ -22,7 +22,7 @@ from mha2gqa.benchmark import bench
 from mha2gqa.checkpoint import open_checkpoint
 from mha2gqa.conversion import convert
 from mha2gqa.errors import CheckpointError, GateError, Mha2gqaError, UsageError
-from mha2gqa.evaluation import EvaluateConfig
+from mha2gqa.evaluation import PROTOCOLS, EvaluateConfig
 from mha2gqa.merging import MERGERS
 from mha2gqa.pipeline.builtin import resolve_data, resolve_model
 from mha2gqa.pipeline.describe import describe
@@ -39,7 +39,7 @@ from mha2gqa.recipe import (
     load_recipe,
     recipe_from_dict,
 )
-from mha2gqa.recipe.sections import Method
+from mha2gqa.recipe.sections import Method, Protocol
 from mha2gqa.reconstruct import ReconstructConfig
 from mha2gqa.uptraining import UptrainConfig
 from tests.conftest import pico_llama, word_tokenizer
@@ -180,7 +180,7 @@ def test_sections_hold_the_words_of_what_they_call() -> None:
     assert {f.name for f in fields(FitRecipe)} == {f.name for f in fields(ReconstructConfig)} - OWN_FLAGS
     words = set(inspect.signature(convert).parameters) - {"source", "out", "force", "trust_remote_code"}
     assert words - {"groupings", "progress", "stage"} <= {f.name for f in fields(ConvertRecipe)}
-    assert set(get_args(Method)) <= set(MERGERS)
+    assert set(get_args(Method)) <= set(MERGERS) and set(get_args(Protocol)) == set(PROTOCOLS)
 
 
 def test_public_names_are_importable_and_lazy() -> None:

@@ -23,8 +23,8 @@ PLAIN = (
 )
 MARKED = (
     "{% for m in messages %}{{ 'w0 ' if m.role == 'user' else 'w1 ' }}{% if m.role == 'assistant' %}"
-    "{% generation %}{{ m.content }}{{ ' <eos> ' }}{% endgeneration %}{% else %}{{ m.content }}{{ ' <eos> ' }}"
-    "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ 'w1 ' }}{% endif %}"
+    "{% generation %}{{ m.content }}{{ ' <eos>' }}{% endgeneration %}{% else %}{{ m.content }}{{ ' <eos>' }}"
+    "{% endif %}{{ ' ' }}{% endfor %}{% if add_generation_prompt %}{{ 'w1 ' }}{% endif %}"
 )
 # Drops what the assistant said before the last turn, as templates of reasoning models do.
 FORGETFUL = PLAIN.replace("{{ m.content }}", "{{ m.content if loop.last or m.role == 'user' else 'w2' }}")

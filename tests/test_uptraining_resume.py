@@ -84,6 +84,21 @@ def test_killed_at_any_step(models, straight, tmp_path, step):
     assert equal(out, reference)
 
 
+def test_log_entries_over_several_steps_survive(models, tmp_path):
+    """Killed between two log entries: the next one still is the mean since the last."""
+    student, text = models
+    options = RUN | {"logging_steps": 4, "save_steps": 3}
+    wanted = uptrain(student, tmp_path / "straight", text, **options).losses["train"]
+    with pytest.MonkeyPatch.context() as patch:
+        kill_at(patch, 8)
+        with pytest.raises(Killed):
+            uptrain(student, tmp_path / "up", text, **options)
+    found = uptrain(student, tmp_path / "up", text, **options).losses["train"]
+    for a, b in zip(found, wanted, strict=True):
+        assert (a["step"], a["tokens"]) == (b["step"], b["tokens"])
+        assert (a["loss"], a["ce_loss"]) == pytest.approx((b["loss"], b["ce_loss"]), abs=1e-5)
+
+
 def test_killed_twice_with_other_bookkeeping(models, straight, tmp_path):
     """Micro-batch and saving may change between the pieces of a run; the data position does not."""
     student, text = models

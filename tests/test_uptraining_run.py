@@ -25,6 +25,7 @@ def test_uptrained_checkpoint_is_plain_and_better(models, tmp_path):
     result = uptrain(student, out, text, tokens=64 * 30, learning_rate=3e-3, **TINY)
     assert result.teacher == str(original.resolve())
     assert result.budget["steps"] == 30
+    assert 1.3 < result.budget["tokens_at_equal_flops"] / result.budget["tokens"] < 1.4  # 8N against 6N
     assert result.losses["held_out_end"] < result.losses["held_out_start"]
     assert result.losses["train"][-1]["loss"] < result.losses["train"][0]["loss"]
     assert not result.worse

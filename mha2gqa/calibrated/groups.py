@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -48,36 +51,50 @@ def _searched(
     found: dict[str, heads.Grouping] = {s.site.path: s.grouping for s in plan.sites}
     facts: Facts = {}
     together: dict[tuple[str, int, int], list[tuple[Site, Sharing]]] = {}
+    jobs: list[tuple[list[tuple[Site, Sharing]], Future[heads.Grouping]]] = []
 
-    def settle(members: list[tuple[Site, Sharing]]) -> None:
-        shared = _search(plan.method, [problem for _, problem in members], members[0][0], options.seed)
-        for site, problem in members:
-            found[site.site.path] = shared
-            facts[site.site.path] = {"residual_neighbours": problem.residual(site.grouping)}
+    def search_later(members: list[tuple[Site, Sharing]]) -> None:
+        problems = [problem for _, problem in members]
+        jobs.append((members, pool.submit(_search, plan.method, problems, members[0][0], options.seed)))
 
-    for done, site in enumerate(plan.sites):
-        options.say("grouping", done, len(plan.sites))
-        count, groups = site.geometry.num_kv_heads, len(site.grouping)
-        freedom = plan.spec.permutable_of(site.site.kind)
-        if groups in (1, count) or freedom == "never":
-            continue
-        problem = _problem(plan, site, read, statistics, options)
-        if freedom == "model":
-            together.setdefault((site.site.kind, count, groups), []).append((site, problem))
-        else:
-            settle([(site, problem)])
-    for members in together.values():
-        settle(members)
+    with _threads() as pool:
+        for site in plan.sites:
+            count, groups = site.geometry.num_kv_heads, len(site.grouping)
+            freedom = plan.spec.permutable_of(site.site.kind)
+            if groups in (1, count) or freedom == "never":
+                continue
+            problem = _problem(plan, site, read, statistics, options).costs_only()
+            if freedom == "model":
+                together.setdefault((site.site.kind, count, groups), []).append((site, problem))
+            else:
+                search_later([(site, problem)])
+        for members in together.values():
+            search_later(members)
+        for done, (members, job) in enumerate(jobs):
+            options.say("grouping", done, len(jobs))
+            for site, problem in members:
+                found[site.site.path] = job.result()
+                facts[site.site.path] = {"residual_neighbours": problem.residual(site.grouping)}
     return found, facts
+
+
+@contextmanager
+def _threads() -> Iterator[ThreadPoolExecutor]:
+    """One search per core: a small eigenproblem does not gain from several."""
+    own = torch.get_num_threads()
+    workers = max(1, min(own, os.cpu_count() or 1))
+    try:
+        with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            yield pool
+    finally:
+        torch.set_num_threads(own)
 
 
 def _problem(
     plan: Plan, site: Site, read: Read, statistics: Statistics | None, options: CalibrationOptions
 ) -> Sharing:
-    """What sharing costs in one module; on the processor where its eigenproblems are small."""
-    # A processor solves thousands of small ones faster than a GPU.
-    small = site.geometry.num_kv_heads // len(site.grouping) * site.geometry.head_dim <= 512
-    device = torch.device("cpu") if small else resolve_device(options.device)
+    """What sharing costs in one module."""
+    device = resolve_device(options.device)
     tensors = {role: read(name).to(device) for role, name in site.site.names.items()}
     weights = heads.split(plan.spec, site.geometry, tensors)
     context = site_context(plan, site, tensors, statistics)
@@ -88,7 +105,7 @@ def _search(method: str, problems: list[Sharing], site: Site, seed: int) -> head
     """The grouping of least summed cost of modules that must keep one order."""
     groups = len(site.grouping)
     size = site.geometry.num_kv_heads // groups * site.geometry.head_dim
-    pairs = torch.stack([problem.pairs().cpu() for problem in problems]).sum(0).numpy()
+    pairs = torch.stack([problem.pairs() for problem in problems]).sum(0).numpy()
     # Procrustes costs are slow iterations; its authors search on sums of pairs alone, and so do we.
     budget = max(24, evaluations(size) // len(problems)) if method == "joint" else 0
     return search(pairs, lambda g: sum(p.cost(g) for p in problems), groups, budget=budget, seed=seed)

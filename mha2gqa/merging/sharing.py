@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -20,6 +21,7 @@ from .problems import (
     PlaneProblem,
     Problem,
     UnitPlaneProblem,
+    costs_only,
 )
 
 Freedom = Literal["full", "rigid"]  # rigid: rotations only, unweighted (the Procrustes baseline)
@@ -73,6 +75,21 @@ class Sharing:
             return 0.0
         keys = sum(part.problem.cost(group) for part in self.keys)
         return keys / self.totals[0] + self.values.cost(group) / self.totals[1]
+
+    def costs_only(self) -> Sharing:
+        """A light copy for searching: `pairs`, `cost` and `residual` work, on the processor."""
+        light = copy.copy(self)
+        parts = tuple(KeyPart(part.dims, costs_only(part.problem)) for part in self.keys)
+        empty = self.frame.new_empty(0)
+        for name, x in (
+            ("keys", parts),
+            ("values", costs_only(self.values)),
+            ("frame", empty),
+            ("queries", empty),
+        ):
+            object.__setattr__(light, name, x)
+        object.__setattr__(light, "weights", None)
+        return light
 
     def residual(self, grouping: Grouping) -> float:
         """Mean of the lost shares of key and value energy: 0 lossless, 1 nothing kept."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -85,7 +86,7 @@ def reconstruct(
     inputs = slice_rows(inputs, held_out.stop * config.batch_size)
     pairs = _pairs(teacher, student, spec, student_spec or spec)
     fits = []
-    with _frozen(teacher, student):
+    with _frozen(teacher, student), _repeatable():
         size = config.batch_size
         walk = _Walk(
             Stream(student, inputs, size, _blocks(student, [pair.site for pair in pairs])),
@@ -160,6 +161,28 @@ def _frozen(*models: nn.Module) -> Iterator[None]:
             p.requires_grad_(value)
         for model, mode in modes:
             model.train(mode)
+
+
+@contextmanager
+def _repeatable() -> Iterator[None]:
+    """Backward passes that add up in one order, so that the same seed gives the same bytes on a GPU too."""
+    if not torch.cuda.is_available():
+        yield
+        return
+    own = torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    switches: Any = torch.utils.deterministic
+    fills = switches.fill_uninitialized_memory
+    with warnings.catch_warnings():
+        # Where an operation has no such form torch warns; cuBLAS is repeatable on one stream as it is.
+        warnings.filterwarnings("ignore", message=".*deterministic.*")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        switches.fill_uninitialized_memory = False  # costs time and changes nothing here
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(own, warn_only=warns)
+            switches.fill_uninitialized_memory = fills
 
 
 def trained_parameters(module: nn.Module, site: AttentionSite) -> list[nn.Parameter]:

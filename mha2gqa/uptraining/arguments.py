@@ -123,6 +123,7 @@ def build_arguments(
         "report_to": "none",
         "disable_tqdm": True,
         "ddp_timeout": 7200,
+        "ddp_backend": "gloo" if on_cpu and world_size() > 1 else None,
         "ddp_find_unused_parameters": False,
         "dataloader_num_workers": 0,
         "logging_nan_inf_filter": False,  # a bad loss stops the run; it is never papered over

@@ -20,7 +20,8 @@ class UptrainResult(Result):
         output: The checkpoint it wrote (None for a model in memory).
         teacher: The original it distilled from, None for next-token loss.
         train: Which parameters moved.
-        budget: `alpha`, `tokens`, `steps`, `batch_tokens`, `window`, `unique_tokens`, `model_flops`, …
+        budget: `alpha`, `tokens`, `steps`, `batch_tokens`, `window`, `unique_tokens`, `model_flops`,
+            `tokens_at_equal_flops` (of plain training, for what distillation cost).
         losses: `train` and `held_out`: lists of log entries; `held_out_start`, `held_out_end`.
         throughput: Median `tokens_per_second`, `mfu` and peak `memory_gib` where known.
         skipped_steps: Steps whose gradient was dropped as a spike.
@@ -72,6 +73,8 @@ def summarise(
     bill = asdict(budget) | {
         "unique_tokens": trained.corpus.unique_tokens,
         "model_flops": trainer.meter.flops * budget.tokens,
+        # What next-token training alone could have visited for the same FLOPs.
+        "tokens_at_equal_flops": round(budget.tokens * trainer.meter.flops / trainer.student_flops),
     }
     worse = None if trained.start is None or trained.end is None else trained.end > trained.start
     return UptrainResult(

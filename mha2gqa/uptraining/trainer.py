@@ -71,6 +71,7 @@ class UptrainTrainer(Trainer):
 
     def __init__(self, model: Any, args: TrainingArguments, run: Run) -> None:
         flops = training_flops(model, run.teacher, run.budget.window)
+        self.student_flops = training_flops(model, None, run.budget.window)
         stream, stopper = isinstance(run.train, IterableDataset), StopAndSave()
         super().__init__(
             model=model,
@@ -97,6 +98,8 @@ class UptrainTrainer(Trainer):
         self._labels = 0
         self._logged_step = 0
         self._resumed: Path | None = None
+        self._pending: dict[str, float] | None = None
+        stopper.trainer = self
 
     # --- data ---------------------------------------------------------------------------------------
 
@@ -146,7 +149,9 @@ class UptrainTrainer(Trainer):
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         if hasattr(norm, "full_tensor"):  # sharded gradients give a partial norm
             norm = norm.full_tensor()
-        values = torch.stack([self._sums[0], torch.as_tensor(norm, device=self._sums.device).float()])
+        values = torch.stack(
+            [self._sums[0], torch.as_tensor(0.0 if norm is None else norm, device=self._sums.device).float()]
+        )
         stop = torch.tensor(float(bool(self.run.stop)), device=values.device)
         values = torch.cat([values, stop[None]])
         if self.args.world_size > 1:  # every process must decide alike
@@ -247,8 +252,9 @@ class UptrainTrainer(Trainer):
             try:
                 super()._save_checkpoint(model, trial)
                 self.accelerator.wait_for_everyone()
+                unlogged = self._unlogged()  # of all processes
                 if self.args.should_save:
-                    write_json(folder / STATE, self._own_state())
+                    write_json(folder / STATE, self._own_state() | {"unlogged": unlogged})
                     seal(folder)
             except OSError as error:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -268,12 +274,29 @@ class UptrainTrainer(Trainer):
             state["stream"] = vars(self.run.train.position(made))
         return state
 
+    def _unlogged(self) -> dict[str, float]:
+        """Losses summed since the last log entry, which a resumed run adds to its next one."""
+        sums = torch.stack([self._tr_loss.float(), self._sums[1]])
+        if self.args.world_size > 1:
+            torch.distributed.all_reduce(sums)
+            sums /= self.args.world_size
+        return {"since": self._globalstep_last_logged, "loss": float(sums[0]), "ce": float(sums[1])}
+
+    def continue_log(self) -> None:
+        """Put back what `_unlogged` saved; the Trainer starts its own counts at 0."""
+        if self._pending is not None:
+            self._tr_loss += self._pending["loss"]
+            self._sums[1] += self._pending["ce"]
+            self._globalstep_last_logged = self._logged_step = int(self._pending["since"])
+            self._pending = None
+
     def restore(self, checkpoint: Path) -> None:
         """Take guard and stream position from a checkpoint, before `train(resume_from_checkpoint=…)`."""
         state = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
         self.guard.load(state["guard"])
+        self._pending = state["unlogged"]
         step = int(checkpoint.name.rpartition("-")[2])
-        self._logged_step, self._resumed = step, checkpoint
+        self._resumed = checkpoint
         self.meter.reset(step * self.run.budget.batch_tokens)
         if isinstance(self.run.train, BlockStream):
             self.args.ignore_data_skip = True  # the stream itself begins where the checkpoint ended
@@ -295,6 +318,12 @@ class StopAndSave(TrainerCallback):
 
     def __init__(self) -> None:
         self.agreed = False
+        self.trainer: UptrainTrainer | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Go on with the log entry that an interruption cut."""
+        assert self.trainer is not None
+        self.trainer.continue_log()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Set save and stop."""

@@ -23,9 +23,9 @@ WALKED = [name for name in listing.supported_types() if name not in STOCK]
 # One of each kind of entry runs by default; `make archs` runs all.
 REPRESENTATIVE = {
     "afmoe", "blt", "chameleon", "cohere", "cohere_asr", "dbrx", "dia", "diffllama", "doge", "exaone", "exaone4",
-    "falcon", "flint", "gemma3", "gemma3n_text", "gemma4_text", "glm", "gpt_bigcode", "gpt_oss", "granitemoehybrid",
-    "inkling2_text", "laguna", "llama", "llama4_text", "llava", "mimo_v2_flash", "mixtral", "mllama", "molmo2",
-    "nanochat", "nemotron_h", "olmo2", "phi", "phi3", "pi0", "qwen2", "qwen2_vl", "qwen3", "qwen3_next",
+    "falcon", "flint", "gemma", "gemma3", "gemma3n_text", "gemma4_text", "glm", "gpt_bigcode", "gpt_oss", "granitemoehybrid",
+    "inkling2_text", "laguna", "llama", "llama4_text", "llava", "mimo_v2_flash", "mistral", "mixtral", "mllama", "molmo2",
+    "nanochat", "nemotron_h", "olmo", "olmo2", "phi", "phi3", "pi0", "qwen2", "qwen2_vl", "qwen3", "qwen3_next",
     "recurrent_gemma", "sarvam_moe", "stablelm", "starcoder2", "t5gemma", "zamba2",
 }  # fmt: skip
 

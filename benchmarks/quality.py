@@ -58,11 +58,13 @@ def log(message: str) -> None:
 class Bench:
     """One model and one corpus, tokenised once, and the converted folders that rows share."""
 
+    protocol_name = "blocks"
+
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         self.device = str(resolve_device(args.device))
         config = load_config_json(args.model)
-        heads = ("num_key_value_heads", "num_attention_heads", "n_head")
+        heads = ("num_key_value_heads", "num_attention_heads", "n_head", "num_heads")
         self.num_kv_heads: int = next(config[key] for key in heads if config.get(key))
         tokenizer = load_tokenizer(args.model)
         self.train, heldout = self._split()
@@ -95,7 +97,7 @@ class Bench:
         """How losses are computed; rows are comparable only where this is equal."""
         blocks = self.blocks["valid"]
         return {
-            "name": "blocks",
+            "name": self.protocol_name,
             "window": self.args.window,
             "dtype": "float32",
             "blocks": len(blocks),
@@ -108,19 +110,27 @@ class Bench:
         model = load_model(
             folder, dtype="float32", device=self.device, trust_remote_code=self.args.trust_remote_code
         )
-        self.shapes[str(folder)] = model_shape(model)
-        value = block_loss(model, self.blocks[text], self.args.eval_batch, self.device)
+        self.shapes[str(folder)] = self.shape_of(model)
+        value = self.score(model, self.blocks[text])
         del model
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         return value
 
+    def score(self, model: Any, blocks: torch.Tensor) -> float:
+        """Nats per token of a model on blocks `[N, T + 1]`."""
+        return block_loss(model, blocks, self.args.eval_batch, self.device)
+
+    def shape_of(self, model: Any) -> Shape:
+        """What a forward pass of a model costs."""
+        return model_shape(model)
+
     def shape(self, folder: str | Path) -> Shape:
         """What a forward pass of a checkpoint costs."""
         if str(folder) not in self.shapes:
             model = load_model(folder, device="cpu", trust_remote_code=self.args.trust_remote_code)
-            self.shapes[str(folder)] = model_shape(model)
+            self.shapes[str(folder)] = self.shape_of(model)
         return self.shapes[str(folder)]
 
     def measure(self, row: Row, rate: float | None) -> dict[str, Any]:
@@ -310,12 +320,12 @@ def planned(args: argparse.Namespace, num_kv_heads: int) -> Iterator[Row]:
     yield from (row for row in rows if wanted.search(row.key))
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace, bench_class: type[Bench] = Bench) -> None:
     """Measure the rows that are missing while the time lasts."""
     began = time.monotonic()
     transformers.utils.logging.disable_progress_bar()
     args.work.mkdir(parents=True, exist_ok=True)
-    bench = Bench(args)
+    bench = bench_class(args)
     table = Table(args, bench)
     left = 0
     for row in planned(args, bench.num_kv_heads):
@@ -338,10 +348,12 @@ def run(args: argparse.Namespace) -> None:
     log(f"{len(table.rows)} rows in {table.path}; {left} left for want of time")
 
 
-def parse_args(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """Options, of the command line by default."""
+def parse_args(
+    words: Sequence[str] | None = None, description: str | None = __doc__, **defaults: Any
+) -> argparse.Namespace:
+    """Options, of the command line by default; another benchmark may have other defaults."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
     add("--model", required=True, help="the original checkpoint")
@@ -374,6 +386,7 @@ def parse_args(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--trust-remote-code", action="store_true")
     add("--only", help="regular expression that the key of a row must match")
     add("--budget-seconds", type=float, help="start no row that is expected to end later")
+    parser.set_defaults(**defaults)
     return parser.parse_args(words)
 
 

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from .calibrated import WINDOW, CalibrationOptions, Stage, calibrate, convert_model
 from .checkpoint import MANIFEST, Checkpoint, open_checkpoint
-from .errors import CheckpointError, UnsupportedModelError
+from .errors import CheckpointError, UnsupportedModelError, UsageError
 from .inmemory import convert_state_dict
 from .modeling import modeling_file
 from .planning import ATTENTION, Groupings, Plan, SiteRewriter, plan_conversion
@@ -45,6 +45,7 @@ class ConvertResult(Result):
         output: The folder written.
         num_kv_heads: `{"before": K, "after": G}`.
         method: Merging method used.
+        as_: `auto`; writing the result as another architecture is not available.
         attention: Kinds of decoder attention whose heads are shared.
         layers: Per attention module: path, grouping, residual, norm ratios, notes.
         verification: The checks made on the finished folder.
@@ -80,6 +81,7 @@ def convert(
     refit: bool | None = None,
     reconstruct: bool | None = None,
     fit: ReconstructConfig | None = None,
+    as_: str = "auto",
     attention: Sequence[str] | str = ATTENTION,
     device: str = "auto",
     seed: int = 0,
@@ -129,6 +131,8 @@ def convert(
         >>> convert("llama-2-7b", "llama-2-7b-gqa8", groups=8).num_kv_heads  # doctest: +SKIP
         {'before': 32, 'after': 8}
     """
+    if as_ != "auto":
+        raise UsageError(f"{as_!r}: no architecture can be re-expressed", where="--as", fix="leave it out")
     out = Path(out)
     checkpoint = open_checkpoint(source, revision)
     check_output(checkpoint.path, out, force)

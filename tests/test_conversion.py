@@ -358,3 +358,9 @@ def test_convert_state_dict_of_an_own_model() -> None:
     assert torch.equal(new["blocks.0.attn.k_linear.weight"], key)
     assert new["embed.weight"] is state["embed.weight"]
     assert new["blocks.0.attn.q_linear.weight"] is state["blocks.0.attn.q_linear.weight"]
+
+
+def test_an_architecture_to_re_express_as_is_refused(pico: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--as: 'phi'"):
+        convert(pico, tmp_path / "out", 2, as_="phi")
+    assert not (tmp_path / "out").exists()

@@ -54,7 +54,7 @@ def falcon(config: Mapping[str, Any], as_falcon: bool = False) -> AttentionSpec:
         return replace(
             spec,
             refused_gqa="only Falcon's new_decoder_architecture holds that many KV heads, and it caches every "
-            "query head all the same (--as falcon does it)",
+            "query head all the same",
         )
     new = {"new_decoder_architecture": True, "num_ln_in_parallel_attn": 1}
     return replace(spec, gqa=Target("per_group", new, FALCON_CACHE, kv_heads_key="num_kv_heads"))

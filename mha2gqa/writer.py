@@ -67,7 +67,7 @@ def plan_shards(
         if name not in dropped:
             entries[name], home[name] = new.get(name, info), info.file
         last = info.file
-    for name in new.keys() - entries.keys():
+    for name in [name for name in new if name not in entries]:
         stem = name.rsplit(".", 2)[0]
         entries[name] = new[name]
         home[name] = next(

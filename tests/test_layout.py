@@ -22,6 +22,7 @@ LAYERS = [
     "heads",
     "checkpoint",
     "writer",
+    "reexpress",
     "data",
     "modeling",
     "loading",

@@ -1,0 +1,292 @@
+"""A model and its re-expression compute the same, with as many KV heads as before; then heads are shared."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from architecture_proofs import (
+    load_complete,
+    make_every_weight_matter,
+    read_config,
+    read_tensors,
+    write_folder,
+)
+
+from mha2gqa import reexpress
+from mha2gqa.checkpoint import open_checkpoint
+from mha2gqa.errors import CheckpointError, UnsupportedModelError, UsageError
+
+H = 8
+IDS = {"vocab_size": 96, "bos_token_id": 0, "eos_token_id": 2}
+NEOX: dict[str, Any] = IDS | {
+    "hidden_size": 64, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": H,
+    "max_position_embeddings": 64,
+}  # fmt: skip
+GPTJ: dict[str, Any] = IDS | {
+    "n_embd": 64, "n_layer": 2, "n_head": H, "n_positions": 64, "rotary_dim": 4, "tie_word_embeddings": False,
+}  # fmt: skip
+GPT2: dict[str, Any] = IDS | {
+    "n_embd": 64, "n_layer": 2, "n_head": H, "n_positions": 64, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+}  # fmt: skip
+OPT: dict[str, Any] = IDS | {
+    "hidden_size": 64, "ffn_dim": 80, "num_hidden_layers": 2, "num_attention_heads": H, "dropout": 0.0,
+    "max_position_embeddings": 64, "word_embed_proj_dim": 64, "pad_token_id": 1,
+}  # fmt: skip
+FALCON: dict[str, Any] = IDS | {
+    "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": H, "multi_query": False, "bias": True,
+    "parallel_attn": True, "alibi": False, "new_decoder_architecture": False,
+}  # fmt: skip
+# name -> (class, config, `as_`, model type of the result)
+STOCK: dict[str, tuple[str, dict[str, Any], str, str]] = {
+    "gpt_neox": ("GPTNeoX", NEOX, "auto", "phi"),
+    "gpt_neox-tied": ("GPTNeoX", {**NEOX, "tie_word_embeddings": True}, "auto", "phi"),
+    "gpt_neox-no-bias": ("GPTNeoX", {**NEOX, "attention_bias": False}, "auto", "phi"),
+    "gpt_neox-full-rotary": ("GPTNeoX", {**NEOX, "rotary_pct": 1.0, "rotary_emb_base": 500}, "auto", "phi"),
+    "gpt_neox-sequential": ("GPTNeoX", {**NEOX, "use_parallel_residual": False}, "auto", "nemotron"),
+    "gptj": ("GPTJ", GPTJ, "auto", "phi"),
+    "gptj-all-rotary": ("GPTJ", {**GPTJ, "rotary_dim": 8}, "phi", "phi"),
+    "codegen": ("CodeGen", GPTJ, "auto", "phi"),
+    "gpt2": ("GPT2", GPT2, "auto", "gpt_bigcode"),
+    "gpt2-untied": ("GPT2", {**GPT2, "tie_word_embeddings": False}, "gpt_bigcode", "gpt_bigcode"),
+    "opt": ("OPT", OPT, "auto", "gpt_bigcode"),
+    "falcon": ("Falcon", FALCON, "falcon", "falcon"),
+}
+
+
+def _class(name: str, model_type: str | None = None) -> Any:
+    if model_type is not None:
+        name = {"phi": "Phi", "nemotron": "Nemotron", "gpt_bigcode": "GPTBigCode", "falcon": "Falcon"}[
+            model_type
+        ]
+    suffix = "LMHeadModel" if name == "GPT2" else "ForCausalLM"
+    return getattr(transformers, name + suffix)
+
+
+def _source(name: str, path: Path) -> torch.nn.Module:
+    cls = _class(STOCK[name][0])
+    torch.manual_seed(0)
+    model = cls(cls.config_class(**STOCK[name][1])).float().eval()
+    make_every_weight_matter(model)
+    model.save_pretrained(path)
+    return model
+
+
+@torch.no_grad()
+def _logits(model: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    extra = {}
+    if mask is not None and not isinstance(model, transformers.OPTForCausalLM):
+        extra["position_ids"] = (mask.cumsum(1) - 1).clamp_min(0)
+    return model(input_ids=ids, attention_mask=mask, **extra).logits
+
+
+@pytest.mark.parametrize("name", STOCK)
+def test_logits_stay_with_all_kv_heads(name: str, tmp_path: Path) -> None:
+    source = _source(name, tmp_path / "source")
+    checkpoint = open_checkpoint(tmp_path / "source")
+    as_, target = STOCK[name][2:]
+    found = reexpress.plan(checkpoint.config, checkpoint.tensors, None, as_)
+    assert found is not None and found.target_type == target
+    (tmp_path / "out").mkdir()
+    reexpress.write(checkpoint, found, tmp_path / "out")
+    result = load_complete(_class("", target), tmp_path / "out")
+
+    ids = torch.randint(3, 90, (2, 12), generator=torch.Generator().manual_seed(1))
+    want = _logits(source, ids)
+    assert (_logits(result, ids) - want).abs().max() < 1e-5 * want.std() * 10
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0  # left padding
+    real = mask.bool()
+    want = _logits(source, ids, mask)
+    assert (_logits(result, ids, mask) - want)[real].abs().max() < 1e-5 * want.std() * 10
+    right = mask.flip(1)
+    want = _logits(source, ids, right)
+    assert (_logits(result, ids, right) - want)[right.bool()].abs().max() < 1e-5 * want.std() * 10
+    greedy = {
+        label: model.generate(
+            ids, max_new_tokens=6, do_sample=False, use_cache=cache, pad_token_id=0, eos_token_id=None
+        )
+        for label, model, cache in (
+            ("source", source, True),
+            ("result", result, True),
+            ("slow", result, False),
+        )
+    }
+    assert torch.equal(greedy["source"], greedy["result"]) and torch.equal(greedy["result"], greedy["slow"])
+
+
+@pytest.mark.parametrize("name", ["gpt_neox", "gptj", "opt"])
+def test_shapes_are_known_without_reading(name: str, tmp_path: Path) -> None:
+    _source(name, tmp_path / "source")
+    checkpoint = open_checkpoint(tmp_path / "source")
+    found = reexpress.plan(checkpoint.config, checkpoint.tensors)
+    assert found is not None
+    (tmp_path / "out").mkdir()
+    reexpress.write(checkpoint, found, tmp_path / "out")
+    assert reexpress.shapes_of(found, checkpoint.shapes) == open_checkpoint(tmp_path / "out").shapes
+
+
+def test_half_precision_is_folded_in_single(tmp_path: Path) -> None:
+    """A fold of fp16 numbers is rounded once."""
+    model = _source("gpt_neox", tmp_path / "source").half()
+    model.save_pretrained(tmp_path / "half")
+    checkpoint = open_checkpoint(tmp_path / "half")
+    found = reexpress.plan(checkpoint.config, checkpoint.tensors)
+    assert found is not None
+    recipe = found.recipes["model.layers.0.mlp.fc1.weight"]
+    weight, gamma = (checkpoint.read(n) for n in recipe.sources)
+    folded = recipe.make(weight, gamma)
+    assert folded.dtype == torch.float16
+    assert torch.equal(folded, (weight.double() * gamma.double()).half())
+
+
+def test_routes_that_do_not_exist_are_refused_with_those_that_do() -> None:
+    neox = {"model_type": "gpt_neox", "num_attention_heads": 8}
+    with pytest.raises(
+        UsageError, match=r"gpt_neox cannot be written as llama; it can be written as nemotron, phi"
+    ):
+        reexpress.plan(neox, [], 2, "llama")
+    assert reexpress.plan(neox, [], 2, "gpt_neox") is None
+    with pytest.raises(UsageError, match="holds all KV heads or one; use --groups 1"):
+        reexpress.plan({"model_type": "gpt2", "n_head": 8}, [], 2, "gpt_bigcode")
+    assert reexpress.plan({"model_type": "gpt2", "n_head": 8}, [], 2) is None
+    assert reexpress.plan({"model_type": "llama"}, [], 2) is None
+    assert reexpress.plan({"model_type": "baichuan"}, [], 2) is None, "remote code only where asked for"
+
+
+def test_a_model_that_does_not_fit_says_why(tmp_path: Path) -> None:
+    config = {"model_type": "opt", **OPT, "do_layer_norm_before": False}
+    assert reexpress.plan(config, [], 1) is None
+    with pytest.raises(UnsupportedModelError, match="norms come behind attention"):
+        reexpress.plan(config, [], 1, "gpt_bigcode")
+    _source("gpt_neox", tmp_path / "s")
+    names = list(read_tensors(tmp_path / "s"))
+    with pytest.raises(CheckpointError, match=r"no tensor gpt_neox.layers.1.mlp.dense_h_to_4h.weight"):
+        reexpress.plan(
+            read_config(tmp_path / "s"),
+            [n for n in names if n != "gpt_neox.layers.1.mlp.dense_h_to_4h.weight"],
+        )
+    with pytest.raises(CheckpointError, match=r"does not have: gpt_neox.layers.7.odd.weight"):
+        reexpress.plan(read_config(tmp_path / "s"), [*names, "gpt_neox.layers.7.odd.weight"])
+
+
+# --- remote-code checkpoints: written by hand from a Llama or Qwen2, and read back as one ---------------
+
+
+def _reference(cls: Any, **own: Any) -> tuple[dict[str, torch.Tensor], torch.nn.Module]:
+    torch.manual_seed(0)
+    sizes = {
+        "hidden_size": 64, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": H,
+        "max_position_embeddings": 64,
+    }  # fmt: skip
+    model = cls(cls.config_class(**IDS, **{**sizes, **own})).float().eval()
+    make_every_weight_matter(model)
+    return dict(model.state_dict()), model
+
+
+def _as(state: dict[str, torch.Tensor], *renames: tuple[str, str]) -> dict[str, torch.Tensor]:
+    out = {}
+    for name, x in state.items():
+        for old, new in renames:
+            name = name.replace(old, new)
+        out[name] = x
+    return out
+
+
+def _fused(state: dict[str, torch.Tensor], stem: str, into: str, leaf: str, by_group: int = 0) -> None:
+    q, k, v = (state.pop(f"{stem}.self_attn.{p}_proj.{leaf}") for p in "qkv")
+    if by_group:  # per KV head: its queries, then k, then v
+        parts = [x.view(by_group, -1, *x.shape[1:]) for x in (q, k, v)]
+        state[into] = torch.cat(parts, 1).flatten(0, 1)
+    else:
+        state[into] = torch.cat([q, k, v])
+
+
+REMOTE_SIZES = {
+    "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": H, "rms_norm_eps": 1e-6, **IDS,
+    "auto_map": {"AutoModelForCausalLM": "modeling_x.X"}, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def _check_remote(
+    config: dict[str, Any], tensors: dict[str, torch.Tensor], model: Any, tmp_path: Path, as_: str
+) -> None:
+    write_folder(tmp_path / "remote", config, tensors)
+    checkpoint = open_checkpoint(tmp_path / "remote")
+    found = reexpress.plan(checkpoint.config, checkpoint.tensors, 2, as_)
+    assert found is not None and "auto_map" not in found.config
+    (tmp_path / "out").mkdir()
+    reexpress.write(checkpoint, found, tmp_path / "out")
+    ids = torch.randint(3, 90, (2, 12), generator=torch.Generator().manual_seed(1))
+    result = load_complete(type(model), tmp_path / "out")
+    assert (_logits(result, ids) - _logits(model, ids)).abs().max() < 1e-5
+
+
+def test_baichuan_as_llama(tmp_path: Path) -> None:
+    state, model = _reference(transformers.LlamaForCausalLM)
+    for i in range(2):
+        _fused(state, f"model.layers.{i}", f"model.layers.{i}.self_attn.W_pack.weight", "weight")
+    config = {**REMOTE_SIZES, "model_type": "baichuan", "architectures": ["BaiChuanForCausalLM"]}
+    config |= {"intermediate_size": 80, "max_position_embeddings": 64}
+    _check_remote(config, state, model, tmp_path, "llama")
+
+
+def test_baichuan2_normalises_its_output_rows(tmp_path: Path) -> None:
+    config = {**REMOTE_SIZES, "model_type": "baichuan", "architectures": ["BaichuanForCausalLM"]}
+    config |= {"intermediate_size": 80, "max_position_embeddings": 64, "vocab_size": 125_696}
+    state, _ = _reference(transformers.LlamaForCausalLM)
+    for i in range(2):
+        _fused(state, f"model.layers.{i}", f"model.layers.{i}.self_attn.W_pack.weight", "weight")
+    found = reexpress.plan(config, state, 2, "llama")
+    assert found is not None
+    head = found.recipes["lm_head.weight"].make(state["lm_head.weight"])
+    assert torch.allclose(head.norm(dim=1), torch.ones(96))
+    with pytest.raises(UnsupportedModelError, match="disagree"):
+        reexpress.plan({**config, "vocab_size": 64_000}, state, 2, "llama")
+    with pytest.raises(UnsupportedModelError, match="ALiBi"):
+        reexpress.plan({k: v for k, v in config.items() if k != "max_position_embeddings"}, state, 2, "llama")
+
+
+def test_internlm_as_llama(tmp_path: Path) -> None:
+    state, model = _reference(transformers.LlamaForCausalLM, attention_bias=True)
+    config = {**REMOTE_SIZES, "model_type": "internlm", "bias": True, "intermediate_size": 80}
+    config |= {"max_position_embeddings": 64}
+    _check_remote(config, state, model, tmp_path, "llama")
+
+
+def test_internlm2_as_llama(tmp_path: Path) -> None:
+    state, model = _reference(transformers.LlamaForCausalLM, num_key_value_heads=4)
+    for i in range(2):
+        _fused(state, f"model.layers.{i}", f"model.layers.{i}.attention.wqkv.weight", "weight", by_group=4)
+    tensors = _as(
+        state,
+        ("model.embed_tokens", "model.tok_embeddings"), ("lm_head", "output"), ("self_attn.o_proj", "attention.wo"),
+        ("mlp.gate_proj", "feed_forward.w1"), ("mlp.up_proj", "feed_forward.w3"), ("mlp.down_proj", "feed_forward.w2"),
+        ("input_layernorm", "attention_norm"), ("post_attention_layernorm", "ffn_norm"),
+    )  # fmt: skip
+    config = {**REMOTE_SIZES, "model_type": "internlm2", "num_key_value_heads": 4, "intermediate_size": 80}
+    config |= {"bias": False, "max_position_embeddings": 64}
+    _check_remote(config, tensors, model, tmp_path, "llama")
+
+
+def test_qwen_as_qwen2(tmp_path: Path) -> None:
+    state, model = _reference(transformers.Qwen2ForCausalLM, rope_theta=500.0, num_key_value_heads=H)
+    for i in range(2):
+        for leaf in ("weight", "bias"):
+            _fused(state, f"model.layers.{i}", f"model.layers.{i}.attn.c_attn.{leaf}", leaf)
+    tensors = _as(
+        state,
+        ("model.embed_tokens", "transformer.wte"), ("model.norm", "transformer.ln_f"), ("model.layers", "transformer.h"),
+        ("self_attn.o_proj", "attn.c_proj"), ("mlp.down_proj", "mlp.c_proj"), ("mlp.gate_proj", "mlp.w2"),
+        ("mlp.up_proj", "mlp.w1"), ("input_layernorm", "ln_1"), ("post_attention_layernorm", "ln_2"),
+    )  # fmt: skip
+    config = {**REMOTE_SIZES, "model_type": "qwen", "intermediate_size": 160, "seq_length": 64}
+    config |= {"rotary_emb_base": 500.0, "layer_norm_epsilon": 1e-6, "use_dynamic_ntk": True}
+    _check_remote(config, tensors, model, tmp_path, "qwen2")
+    found = reexpress.plan(json.loads(json.dumps(config)), tensors, 2, "qwen2")
+    assert found is not None and "equal up to 64 tokens" in found.notes[0]

@@ -321,3 +321,33 @@ def test_pair_costs_equal_group_costs_of_two(name: str) -> None:
         for b in range(a):
             assert float(light[a, b]) == float(pairs[a, b])
             assert float(pairs[a, b]) == pytest.approx(problem.cost((a, b)), rel=1e-6, abs=1e-9)
+
+
+def test_merged_linear_keys_are_as_trainable_as_their_members() -> None:
+    """No direction is left to the queries or the keys alone: steps of one size suit both, and every dim."""
+    w = random_weights(biases="qk")
+    spectrum = torch.logspace(0, -4, 8, dtype=torch.float64)
+    w = replace(w, q=w.q * spectrum[:, None], k=w.k * spectrum.flip(0)[:, None], k_bias=w.k_bias * 50)
+    spec = AttentionSpec(position="none", key_symmetry="linear")
+    merged = MERGERS["joint"](w, neighbours(6, 2), MergeContext(spec, 0)).weights
+    for x in (merged.q, merged.k):
+        by_dim = x.square().mean((0, 2)).sqrt()
+        assert by_dim.max() / by_dim.min() < 30, by_dim  # was 1e8
+    ratio = merged.k.square().sum() / 2 / (w.k.square().sum() / 6)
+    assert float(ratio) == pytest.approx(1, abs=0.1)
+    assert float(merged.k_bias.abs().max()) < 1e-9  # a constant key is invisible, but costs precision
+    copies = expand(merged, 6)
+    again = MERGERS["joint"](copies, neighbours(6, 2), MergeContext(spec, 0)).weights
+    x = torch.randn(T, D, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(
+        attention(expand(again, 6), x, spec, 0), attention(copies, x, spec, 0), rtol=1e-9, atol=1e-9
+    )
+
+
+def test_shared_values_keep_the_basis_of_the_first_member() -> None:
+    w = random_weights()
+    same = replace(w, v=w.v[:1].expand_as(w.v), k=w.k[:1].expand_as(w.k))
+    for spec in (AttentionSpec(), AttentionSpec(position="none", key_symmetry="linear")):
+        merged = MERGERS["joint"](same, neighbours(6, 1), MergeContext(spec, 8)).weights
+        cosine = torch.nn.functional.cosine_similarity(merged.v[0], w.v[0], dim=1)
+        assert cosine.min() > 0.8, cosine

@@ -125,12 +125,20 @@ class LinearProblem:
     def solve(self, group: Group) -> tuple[Tensor, Tensor]:
         width = self.gram.shape[1]
         members = list(group)
-        top = torch.linalg.eigh(_block(self.gram, group)).eigenvectors[:, -width:]
-        top = top.flip(1).reshape(len(members), width, width)  # U_h, strongest direction first
+        spectrum, vectors = torch.linalg.eigh(_block(self.gram, group))
+        energy = spectrum[-width:].clamp_min(0)
+        top = vectors[:, -width:].reshape(len(members), width, width)  # U_h
         shared = torch.einsum("hij,hin->jn", top, self.left[members] @ self.rows[members])
-        # Balance: an optimiser that continues from here is not invariant to scale.
-        scale = _ratio(_weights_norm(self.rows[members]), shared.norm())
-        shared, top = shared * scale, top / scale
+        # An optimiser that continues from here is not invariant to the basis. Each direction's energy is
+        # spread evenly (as a logarithm) over both sides, the whole is as strong as a member was, and all is
+        # turned to where the first member had it. Unbalanced, some keys would be 1e-5 and queries 1e5 strong.
+        spread = _ratio(torch.ones_like(energy), (energy + 1e-8 * energy.mean()).pow(0.25))
+        rows = self.rows[members]
+        member = ((rows @ self.moment) * rows).sum() / len(members)
+        spread = spread * _ratio(member, (spread.square() * energy).sum()).sqrt()
+        shared, top = shared * spread[:, None], top / spread
+        turn = _polar(rows[0] @ shared.mT)
+        shared, top = turn @ shared, top @ turn.mT
         return shared, top if self.undo is None else top.mT @ self.undo[members]
 
 

@@ -126,7 +126,7 @@ def _root(moment: Tensor) -> tuple[Tensor, Tensor]:
     """Symmetric square roots of `[K, R, R]` and their inverses, zero where a head is dead."""
     mean = moment.diagonal(dim1=1, dim2=2).mean(1)[:, None]
     values, vectors = torch.linalg.eigh(moment)
-    values = (values.clamp_min(0) + 1e-9 * mean).sqrt()
+    values = (values.clamp_min(0) + 1e-6 * mean).sqrt()
     inverse = torch.where(values > 0, 1 / torch.where(values > 0, values, 1.0), 0.0)
     return (vectors * values[:, None]) @ vectors.mT, (vectors * inverse[:, None]) @ vectors.mT
 
@@ -307,6 +307,17 @@ def _folded_bias(problem: Sharing, values: Tensor, blocks: Tensor, grouping: Gro
     return weights.o_bias.to(torch.float64) + old - new
 
 
+def _without_constant(problem: Sharing, keys: Tensor) -> Tensor:
+    """Keys `[G, d, n]` with the mean of their unrotated dims at zero: softmax does not see it, rounding does."""
+    _, _, rest = plane_index(problem.context.spec.position, problem.context.rotary, keys.shape[1])
+    if problem.context.spec.key_symmetry not in ("planes", "linear") or not rest:
+        return keys
+    moment = key_moment(problem.weights, problem.context)
+    keys = keys.clone()
+    keys[:, rest, -1] -= keys[:, rest] @ (moment[:, -1] / moment[-1, -1])
+    return keys
+
+
 def _cast(rows: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Functionals `[heads, R, n]` as weight and bias in the dtypes of the source."""
     return rows[:, :, :-1].to(weight.dtype), None if bias is None else rows[:, :, -1].to(bias.dtype)
@@ -334,6 +345,8 @@ def merge(
     keys, queries = _solve_keys(problem, grouping)
     values, blocks = _solve_values(problem, grouping)
     bias = _folded_bias(problem, values, blocks, grouping)
+    if w.k_bias is not None and not _has_sinks(w):
+        keys = _without_constant(problem, keys)
     k, k_bias = _cast(keys, w.k, w.k_bias)
     v, v_bias = _cast(values, w.v, w.v_bias)
     q, q_bias = _cast(queries, w.q, w.q_bias)

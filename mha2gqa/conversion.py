@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-from .calibrated import WINDOW, CalibrationOptions, Stage, calibrate, convert_model
+from .calibrated import WINDOW, Calibrated, CalibrationOptions, Stage, calibrate, convert_model
 from .checkpoint import MANIFEST, Checkpoint, open_checkpoint
 from .errors import CheckpointError, UnsupportedModelError, UsageError
 from .inmemory import convert_state_dict
@@ -164,6 +164,19 @@ def convert(
         stage,
     )
     calibrated = calibrate(checkpoint, plan, options)
+    return _publish(str(source), out, checkpoint, calibrated, max_shard_size, force, progress)
+
+
+def _publish(
+    source: str,
+    out: Path,
+    checkpoint: Checkpoint,
+    calibrated: Calibrated,
+    max_shard_size: int | None,
+    force: bool,
+    progress: Callable[[int, int], None] | None,
+) -> ConvertResult:
+    """Stream the new checkpoint beside OUT, check it, and let it appear only if it holds."""
     plan, rewriters = calibrated.plan, calibrated.rewriters
     new = {
         name: NewTensor(checkpoint.tensors[name].dtype, r.shapes[role], partial(r.take, role))
@@ -194,7 +207,7 @@ def convert(
                 f"the result failed its check: {broken}", where=out, fix="nothing was published"
             )
         result = ConvertResult(
-            str(source),
+            source,
             str(out),
             dict(zip(("before", "after"), plan.num_kv_heads, strict=True)),
             plan.method,

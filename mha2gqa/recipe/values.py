@@ -106,10 +106,12 @@ _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: 
 
 
 def unknown_key(key: str, word: str, valid: Sequence[str], where: str) -> typing.NoReturn:
+    """Refuse a key, naming the nearest valid one."""
     near = difflib.get_close_matches(word, valid, 1, 0.5)
     fix = f"did you mean {near[0]}?" if near else f"valid keys: {', '.join(valid)}"
     raise UsageError("unknown key", where=f"{where}: {key}", fix=fix)
 
 
 def yaml_name(name: str) -> str:
+    """A field as YAML spells it: `as_` is `as`."""
     return name.rstrip("_")

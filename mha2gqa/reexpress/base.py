@@ -49,6 +49,7 @@ BUFFERS = r".*\.(attn|attention|self_attn)\.(bias|masked_bias|causal_mask|rotary
 
 
 def copied(x: Tensor) -> Tensor:
+    """The tensor as it is."""
     return x
 
 

@@ -55,6 +55,7 @@ class UptrainResult(Result):
 def summarise(
     config: UptrainConfig, budget: Budget, trained: Trained, teacher: str | None, begin: float
 ) -> UptrainResult:
+    """The result of a finished run, from its log and its budget."""
     trainer = trained.trainer
     history = trainer.state.log_history
     rates = sorted(trainer.meter.rates)

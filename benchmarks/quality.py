@@ -15,6 +15,7 @@ import argparse
 import gc
 import hashlib
 import json
+import math
 import re
 import shutil
 import sys
@@ -252,7 +253,7 @@ class Table:
 
     def __init__(self, args: argparse.Namespace, bench: Bench) -> None:
         self.path: Path = args.out
-        known = next((path for path in (args.out, args.resume) if path and path.exists()), None)
+        self.device = bench.device
         protocol, name = bench.protocol(), Path(args.model).name
         self.record: dict[str, Any] = {
             "schema_version": 1,
@@ -263,12 +264,22 @@ class Table:
             "runs": [],
             "rows": [],
         }
-        if known:
-            self.record = json.loads(known.read_text())
-            if (self.record["model"], self.record["protocol"]) != (name, protocol):
-                sys.exit(f"{known}: holds rows of another model or protocol; choose another --out")
-        self.rows: dict[str, dict[str, Any]] = {row["key"]: row for row in self.record["rows"]}
-        self.record["runs"].append(provenance(bench.device))
+        self.rows: dict[str, dict[str, Any]] = {}
+        for path in [args.out, *args.resume]:
+            if path.exists():
+                self._take(path, json.loads(path.read_text()))
+        self.run = len(self.record["runs"])
+
+    def _take(self, path: Path, other: dict[str, Any]) -> None:
+        """Rows of another file that are not known yet, with the runs that measured them."""
+        if any(other[key] != self.record[key] for key in ("model", "protocol")):
+            sys.exit(f"{path}: holds rows of another model or protocol; choose another --out")
+        new = [row for row in other["rows"] if row["key"] not in self.rows]
+        for run in sorted({row["run"] for row in new}):
+            self.record["runs"].append(other["runs"][run])
+            for row in (row for row in new if row["run"] == run):
+                self.rows[row["key"]] = row | {"run": len(self.record["runs"]) - 1}
+        self.record["rows"] = list(self.rows.values())
 
     def add(self, row: Row, measured: dict[str, Any]) -> dict[str, Any]:
         """Append a row (with its gap to the original on the same tokens) and write the file."""
@@ -276,16 +287,31 @@ class Table:
         original = next((r["loss"] for r in self.record["rows"] if r["method"] == "original"), entry["loss"])
         if row.stage != "tune":
             entry["gap"] = round(entry["loss"] - original, 5)
-        entry["run"] = len(self.record["runs"]) - 1
+        if self.run == len(self.record["runs"]):
+            self.record["runs"].append(provenance(self.device))
+        entry["run"] = self.run
         self.rows[row.key] = entry
         self.record["rows"].append(entry)
-        write_json(self.path, self.record)
+        self.write()
         return entry
 
-    def chosen_rate(self, method: str, default: float) -> float:
-        """The rate with the lowest loss on the held-out side of the training text."""
-        tuned = [r for r in self.rows.values() if r["stage"] == "tune" and r["method"] == method]
-        return min(tuned, key=lambda r: r["loss"])["lr"] if tuned else default
+    def write(self) -> None:
+        """The file as it stands."""
+        write_json(self.path, self.record)
+
+    def chosen_rate(self, row: Row, default: float) -> float:
+        """The rate with the lowest loss on the held-out side of the training text.
+
+        Of this recipe at this G and alpha, or, where that was not tuned, at the nearest G and alpha that was.
+        """
+        tuned = [r for r in self.rows.values() if (r["stage"], r["method"]) == ("tune", row.method)]
+        if not tuned:
+            return default
+
+        def distance(r: dict[str, Any]) -> tuple[float, float, float]:
+            return abs(r["alpha"] - (row.alpha or 0.0)), abs(math.log(r["groups"] / row.groups)), r["loss"]
+
+        return min(tuned, key=distance)["lr"]
 
     def estimate(self, row: Row) -> float:
         """Seconds that a row like this one took before; 0 where there was none."""
@@ -312,8 +338,10 @@ def planned(args: argparse.Namespace, num_kv_heads: int) -> Iterator[Row]:
     if "convert" in args.stages:
         rows += convert_rows(groups, args.methods, args.variants, args.seeds)
     if "tune" in args.stages:
-        first = (groups[:1], args.alphas[:1], args.seeds[:1])
-        rows += uptrain_rows("tune", num_kv_heads, *first, args.lrs, args.objectives)
+        alphas, seeds = args.tune_alphas or args.alphas[:1], args.seeds[:1]
+        rows += uptrain_rows(
+            "tune", num_kv_heads, args.tune_groups or groups[:1], alphas, seeds, args.lrs, args.objectives
+        )
     if "uptrain" in args.stages:
         seeds = args.seeds[: args.uptrain_seeds]
         rows += uptrain_rows("uptrain", num_kv_heads, groups, args.alphas, seeds, [None], args.objectives)
@@ -335,16 +363,16 @@ def run(args: argparse.Namespace, bench_class: type[Bench] = Bench) -> None:
         if args.budget_seconds and elapsed + table.estimate(row) > args.budget_seconds:
             left += 1
             continue
-        if row.alpha is not None and row.lr is None:
-            rate = table.chosen_rate(row.method, args.lrs[0])
-        else:
-            rate = row.lr
+        untuned = row.alpha is not None and row.lr is None
+        rate = table.chosen_rate(row, args.lrs[0]) if untuned else row.lr
         started = time.monotonic()
         measured = bench.measure(row, rate)
         measured |= {"learning_rate": rate} if rate is not None else {}
         entry = table.add(row, measured | {"wall_seconds": round(time.monotonic() - started, 1)})
         gap = f", gap {entry['gap']:+.4f}" if "gap" in entry else ""
         log(f"{entry['key']}: loss {entry['loss']:.4f}{gap}, {entry['wall_seconds']} s")
+    if table.rows:
+        table.write()  # also where all rows were taken over
     log(f"{len(table.rows)} rows in {table.path}; {left} left for want of time")
 
 
@@ -360,7 +388,7 @@ def parse_args(
     add("--train", nargs="+", required=True, help="training text: files or folders")
     add("--valid", required=True, help="held-out text, read for the table only")
     add("--out", type=Path, default=RESULTS / "quality.json")
-    add("--resume", type=Path, help="rows known already, where --out does not exist yet")
+    add("--resume", type=Path, nargs="+", default=[], help="files whose rows are taken over into --out")
     add("--work", type=Path, default=Path("out/quality"), help="scratch folder, reused by the next call")
     add("--stages", nargs="+", choices=STAGES, default=["baselines", "convert", "uptrain"])
     add("--groups", nargs="+", type=int, default=[4, 8, 2, 1])
@@ -375,6 +403,8 @@ def parse_args(
     add("--alphas", nargs="+", type=float, default=[0.01, 0.05])
     add("--original-tokens", type=int, default=6000 * 65536)
     add("--lrs", nargs="+", type=float, default=[1e-3, 5e-4, 2e-3], help="tried by tune; else the first")
+    add("--tune-groups", nargs="+", type=int, help="where rates are tried; default the first of --groups")
+    add("--tune-alphas", nargs="+", type=float, help="default the first of --alphas")
     add("--batch-tokens", type=int, default=65536)
     add("--steps", type=int, help="uptraining steps instead of alpha (a try)")
     add("--calibration-tokens", type=int, default=524288)

@@ -166,6 +166,25 @@ def test_rows_are_measured_once_and_written_one_by_one(
     assert len(again["rows"]) == 5 and again["rows"][-1]["run"] == 1
     with pytest.raises(SystemExit, match="another model or protocol"):
         quality.run(quality.parse_args([*options, "--window", "32"]))
+    joined = ["--out", f"{tmp_path}/joined.json", "--resume", f"{tmp_path}/quality.json", "--only", "nothing"]
+    quality.run(quality.parse_args([*options, *joined]))
+    assert json.loads((tmp_path / "joined.json").read_text())["rows"] == again["rows"]
+
+
+def test_a_recipe_takes_the_rate_that_was_best_nearest_to_its_budget(tmp_path: Path) -> None:
+    table = object.__new__(quality.Table)
+    tuned = [(0.01, 4, 1e-3, 3.5), (0.01, 4, 2e-3, 3.4), (0.05, 4, 1e-3, 3.2), (0.05, 1, 3e-3, 3.1)]
+    rows = [
+        {"stage": "tune", "method": "joint+kd", "alpha": a, "groups": g, "lr": lr, "loss": x}
+        for a, g, lr, x in tuned
+    ]
+    table.rows = {str(i): row for i, row in enumerate(rows)}
+
+    def chosen(alpha: float, groups: int, method: str = "joint+kd") -> float:
+        return table.chosen_rate(quality.Row("uptrain", method, groups, alpha=alpha), 5e-4)
+
+    assert [chosen(0.01, 4), chosen(0.01, 1), chosen(0.05, 8), chosen(0.05, 1)] == [2e-3, 2e-3, 1e-3, 3e-3]
+    assert chosen(0.01, 4, "mean+ce") == 5e-4
 
 
 def test_no_row_starts_that_would_end_too_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

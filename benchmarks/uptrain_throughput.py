@@ -155,14 +155,27 @@ def main() -> None:
     parser.add_argument("--curves", action="store_true", help="also compare loss curves across GPU counts")
     parser.add_argument("--tiny", action="store_true", help="a model that a CPU can train, to try the script")
     parser.add_argument("--budget-seconds", type=float, default=float("inf"))
+    parser.add_argument(
+        "--resume",
+        type=Path,
+        nargs="+",
+        default=[],
+        help="files of the same machine whose rows are taken over",
+    )
     parser.add_argument("--out", type=Path, default=RESULTS / "uptrain_throughput.json")
     args = parser.parse_args()
     if args.tiny:
         args.shape, args.window, args.micro, args.groups = "tiny", 64, 4, 2
         args.steps, args.log_every, args.compile = 12, 2, False
-    began, rows, longest = time.monotonic(), [], 0.0
+    began, longest = time.monotonic(), 0.0
+    others = [json.loads(path.read_text()) for path in args.resume]
+    rows: list[dict[str, Any]] = [row for other in others for row in other["rows"]]
+    known = [{key: row.get(key) for key in ("contender", "objective", "parallel", "gpus")} for row in rows]
     record: dict[str, Any] = {"provenance": provenance("cpu" if args.tiny else "cuda", 0), "rows": rows}
+    record |= {key: other[key] for other in others for key in ("curves",) if key in other}
     for job in jobs(args):
+        if job in known:
+            continue
         left = args.budget_seconds - (time.monotonic() - began)
         if left < longest:
             record["left_out"] = "the time allowed was over"
@@ -177,8 +190,9 @@ def main() -> None:
         print(" ".join(str(v) for v in job.values()), shown, file=sys.stderr, flush=True)
     if args.curves:
         record["curves"] = curves(args)
-        write_json(args.out, record)
-    print(json.dumps(record.get("summary", {}), indent=1))
+    record["summary"] = summary(rows)
+    write_json(args.out, record)
+    print(json.dumps(record["summary"], indent=1))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    AttentionInterface,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from mha2gqa.uptraining import train_model
 from mha2gqa.uptraining.distillation import Teacher
@@ -44,10 +52,12 @@ LOGS_LEFT_OUT = 2  # readings that hold compilation and warm-up
 RATE, BETAS, DECAY, CLIP = 3e-4, (0.9, 0.95), 0.1, 1.0
 
 
-def build(shape: str, groups: int, dtype: torch.dtype, device: torch.device, seed: int) -> LlamaForCausalLM:
+def build(
+    shape: str, groups: int, dtype: torch.dtype, device: torch.device, seed: int, attention: str
+) -> LlamaForCausalLM:
     """A Llama with random weights, made on the device itself."""
     torch.manual_seed(seed)
-    config = LlamaConfig(**SHAPES[shape], num_key_value_heads=groups, attn_implementation="sdpa")
+    config = LlamaConfig(**SHAPES[shape], num_key_value_heads=groups, attn_implementation=attention)
     with device:
         return LlamaForCausalLM(config).to(dtype)
 
@@ -118,6 +128,21 @@ class Rows(torch.utils.data.Dataset):
         return {"input_ids": ids, "labels": ids}
 
 
+class WithLoss(nn.Module):
+    """A model that returns its loss, so that the loss is compiled with it, as nanoGPT's forward does."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Tensor, wanted: Tensor | None = None) -> Tensor:
+        """Mean next-token loss of blocks `[B, T + 1]`, or the KL to `wanted` logits."""
+        logits = self.model(input_ids=ids[:, :-1], use_cache=False).logits
+        if wanted is not None:
+            return whole_kl(logits, wanted)
+        return F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
+
+
 class Marks(TrainerCallback):
     """Times of log entries."""
 
@@ -184,31 +209,33 @@ def plain_trainer(args: argparse.Namespace, student: Any, teacher: Any, blocks: 
 
 
 def nanogpt(args: argparse.Namespace, student: Any, teacher: Any, blocks: Tensor) -> dict[str, Any]:
-    """A nanoGPT-style loop on one process: compile the model, autocast, fused AdamW, nothing else."""
+    """A nanoGPT-style loop on one process: model and loss compiled whole, autocast, fused AdamW, no more.
+
+    Its models never make a mask: transformers would make one under the compiler, and lose the fast kernels.
+    """
     device = next(student.parameters()).device
     matrices = [p for p in student.parameters() if p.dim() > 1]
     vectors = [p for p in student.parameters() if p.dim() == 1]
     groups = [{"params": matrices, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=RATE, betas=BETAS, fused=True)
-    model: nn.Module = torch.compile(student) if args.compile else student
+    model: Any = WithLoss(student)
+    model = torch.compile(model) if args.compile else model
     guide = torch.compile(teacher) if teacher is not None and args.compile else teacher
-    data = blocks.pin_memory() if device.type == "cuda" else blocks
     accumulate = args.batch_tokens // args.window // args.micro
     marks: list[tuple[int, float]] = []
     place = 0
     for step in range(1, args.steps + 1):
         for _ in range(accumulate):
-            rows = [(place + i) % len(data) for i in range(args.micro)]
+            ids = blocks[[(place + i) % len(blocks) for i in range(args.micro)]]
             place += args.micro
-            ids = data[rows].to(device, non_blocking=True)
+            if device.type == "cuda":
+                ids = ids.pin_memory().to(device, non_blocking=True)
+            wanted = None
+            if guide is not None:
+                with torch.no_grad():
+                    wanted = guide(input_ids=ids[:, :-1], use_cache=False).logits
             with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-                logits = model(input_ids=ids[:, :-1], use_cache=False).logits
-                if guide is None:
-                    loss = F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
-                else:
-                    with torch.no_grad():
-                        wanted = guide(input_ids=ids[:, :-1], use_cache=False).logits
-                    loss = whole_kl(logits, wanted)
+                loss = model(ids, wanted)
             (loss / accumulate).backward()
         nn.utils.clip_grad_norm_(student.parameters(), CLIP)
         optimizer.step()
@@ -249,10 +276,13 @@ def main() -> None:
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")
     heads = SHAPES[args.shape]["num_attention_heads"]
-    student = build(args.shape, args.groups, torch.float32, device, 0)
+    AttentionInterface.register("maskless", ALL_ATTENTION_FUNCTIONS["sdpa"])  # a name without mask function
+    attention = "maskless" if args.contender == "nanogpt" else "sdpa"
+    student = build(args.shape, args.groups, torch.float32, device, 0, attention)
     teacher = None
     if args.objective == "kd":
-        teacher = build(args.shape, heads, torch.bfloat16 if on_gpu else torch.float32, device, 1)
+        dtype = torch.bfloat16 if on_gpu else torch.float32
+        teacher = build(args.shape, heads, dtype, device, 1, attention)
         teacher.requires_grad_(False).eval()
     vocabulary = SHAPES[args.shape]["vocab_size"]
     generator = torch.Generator().manual_seed(0)

@@ -12,6 +12,7 @@ from conftest import pico_llama
 
 from mha2gqa.errors import TrainingError, UsageError
 from mha2gqa.uptraining import train_model
+from mha2gqa.uptraining.attention import unpacked
 from mha2gqa.uptraining.batches import (
     BlockOrder,
     BlockStream,
@@ -266,3 +267,27 @@ def test_activation_checkpointing_changes_nothing():
     train_model(b, BLOCKS, gradient_checkpointing=True, **OPTIONS)
     for p, q in zip(a.parameters(), b.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_masks_are_the_same_when_rows_are_known_not_to_be_packed(monkeypatch, window):
+    """transformers' look for packed documents costs a wait for the GPU; leaving it out changes nothing."""
+    from transformers import MistralConfig, MistralForCausalLM, masking_utils
+
+    looked = []
+    found = masking_utils.find_packed_sequence_indices
+    monkeypatch.setattr(
+        masking_utils, "find_packed_sequence_indices", lambda p: (looked.append(1), found(p))[1]
+    )
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": window}
+    model = MistralForCausalLM(MistralConfig(**shape, **heads)).eval()
+    ids = torch.arange(12)[None]
+    wanted = model(input_ids=ids, use_cache=False).logits
+    assert looked.pop()
+    with unpacked():
+        assert torch.equal(model(input_ids=ids, use_cache=False).logits, wanted)
+    assert not looked
+    model(input_ids=ids, use_cache=False)
+    assert looked

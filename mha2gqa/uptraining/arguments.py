@@ -129,7 +129,10 @@ def build_arguments(
         "logging_nan_inf_filter": False,  # a bad loss stops the run; it is never papered over
         "average_tokens_across_devices": False,  # the loss is divided by the step's tokens already
         # FSDP reduces every micro-batch: holding whole gradients until the last would cost 4 bytes a weight.
-        "accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": bool(extra.get("fsdp"))}},
+        "accelerator_config": {
+            "gradient_accumulation_kwargs": {"sync_each_batch": bool(extra.get("fsdp"))},
+            "non_blocking": not on_cpu,  # batches come from pinned memory: no wait for the step before
+        },
     }
     fixed: dict[str, Any] = {
         "output_dir": str(folder),

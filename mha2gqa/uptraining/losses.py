@@ -149,6 +149,28 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     return a @ b
 
 
+@functools.cache
+def _adds_products(device: str) -> bool:
+    """Whether a half-precision product can be added to a float32 matrix in one pass, by trying it."""
+    if not _wide_products(device):
+        return False
+    ones = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
+    total = torch.ones(16, 16, device=device)
+    try:
+        torch.addmm(total, ones, ones, out_dtype=torch.float32, out=total)  # type: ignore[call-overload]
+    except (TypeError, RuntimeError):
+        return False
+    return bool((total == 17).all())
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """`total += a @ b`, in total's (float) precision."""
+    if a.dtype in (torch.bfloat16, torch.float16) and _adds_products(a.device.type):
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)  # type: ignore[call-overload]
+    else:
+        total += product(a, b)
+
+
 def chunk_slices(count: int, vocabulary: int, device: str) -> list[slice]:
     """Cut `count` tokens into even chunks whose float32 logits stay within `CHUNK_ELEMENTS`."""
     limit = max(1, CHUNK_ELEMENTS.get(device, CHUNK_ELEMENTS["default"]) // vocabulary)
@@ -201,7 +223,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 if grad_hidden is not None:
                     grad_hidden[part] = (grad_z if head is None else grad_z @ head).to(hidden.dtype)
                 if grad_weight is not None:
-                    grad_weight += product(grad_z.t(), x)
+                    add_product(grad_weight, grad_z.t(), x)
                 if grad_bias is not None:
                     grad_bias += grad_z.sum(0, dtype=wide)
         ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)

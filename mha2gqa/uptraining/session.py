@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 
 from ..errors import TrainingError
 from .arguments import world_size
+from .attention import unpacked
 from .budget import Budget, UptrainConfig
 from .compiling import compile_layers, undo_compile, worth_compiling
 from .corpus import Corpus
@@ -71,8 +73,9 @@ def train(
         logger.warning("%s", notice)
     compiled = _should_compile(student, args, config, budget, teacher)
     spec = Objective(teacher is not None, config.temperature, config.ce_weight if teacher else 1.0, compiled)
+    one_document = nullcontext() if config.isolate_documents else unpacked()
     try:
-        with attached(student, spec, teacher), stop_signals() as stop:
+        with attached(student, spec, teacher), one_document, stop_signals() as stop:
             if compiled:  # after the heads were probed with a few tokens
                 compile_layers(student)
                 if teacher is not None:

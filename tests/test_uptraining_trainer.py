@@ -24,6 +24,7 @@ from mha2gqa.uptraining.batches import (
 from mha2gqa.uptraining.budget import learning_rate_factor
 from mha2gqa.uptraining.chat import hide
 from mha2gqa.uptraining.guard import SpikeGuard
+from mha2gqa.uptraining.trainer import UptrainTrainer
 
 BLOCKS = torch.randint(0, 64, (24, 17), generator=torch.Generator().manual_seed(0))
 STEPS, PER_STEP = 6, 8
@@ -209,18 +210,68 @@ def test_guard_judges():
             guard.accept(10, loss, norm, 10)
 
 
-def test_a_spike_leaves_weights_and_moments_alone(monkeypatch):
+def test_guard_judges_alike_on_the_device_and_later():
+    """`rejects`, before the numbers have arrived, and `accept`, when they have."""
+    generator = np.random.default_rng(0)
+    guard, verdicts = SpikeGuard(uniform=4.0, warmup=5, history=8, patience=99), []
+    for step in range(1, 200):
+        loss, norm = 3 + 0.1 * generator.standard_normal(), float(np.exp(2 * generator.standard_normal()))
+        labels = int(step % 50 != 0)
+        refused = guard.rejects(torch.tensor(loss).double(), torch.tensor(norm).double(), labels)
+        verdicts.append(bool(refused))
+        loss, norm = float(torch.tensor(loss)), float(torch.tensor(norm))
+        assert guard.accept(step, loss, norm, labels) is not verdicts[-1]
+    assert 5 < sum(verdicts) < 100
+    for loss, norm in ((math.nan, 1.0), (3.0, math.inf), (3.0, math.nan), (12.5, 1.0)):
+        assert guard.rejects(torch.tensor(loss).double(), torch.tensor(norm).double(), 1)
+
+
+@pytest.fixture(params=["adamw_torch_fused", "adamw_torch"])
+def optim(request) -> str:
+    """An optimiser that reads the verdict on the device, and one that must be told."""
+    return request.param
+
+
+def test_a_spike_leaves_weights_and_moments_alone(monkeypatch, optim):
     model = pico_llama()
     judged = []
 
-    def accept(self, step, loss, norm, labels):
+    def rejects(self, loss, norm, labels):
         judged.append([p.detach().clone() for p in model.parameters()])
-        return step != 3
+        return torch.tensor(len(judged) == 3)
 
-    monkeypatch.setattr(SpikeGuard, "accept", accept)
-    train_model(model, BLOCKS, **OPTIONS)
+    monkeypatch.setattr(SpikeGuard, "rejects", rejects)
+    monkeypatch.setattr(SpikeGuard, "accept", lambda self, step, *rest: step != 3)
+    train_model(model, BLOCKS, optim=optim, **OPTIONS)
     same = [all(torch.equal(a, b) for a, b in zip(judged[i], judged[i + 1], strict=True)) for i in range(5)]
     assert same == [False, False, True, False, False]
+
+
+@pytest.mark.parametrize("logging_steps", [1, 10])
+def test_no_weight_moves_after_a_loss_that_is_not_finite(monkeypatch, optim, logging_steps):
+    model, before, logged = pico_llama(), [], []
+    rejects, log, compute = SpikeGuard.rejects, UptrainTrainer.log, UptrainTrainer.compute_loss
+
+    def noting(self, *values):
+        before.append([p.detach().clone() for p in model.parameters()])
+        return rejects(self, *values)
+
+    def poisoned(self, *args, **kwargs):
+        loss = compute(self, *args, **kwargs)
+        return loss * math.nan if self.state.global_step == 3 else loss
+
+    def logging(self, logs, *rest):
+        log(self, logs, *rest)
+        logged.append(logs.get("loss", 0.0))
+
+    monkeypatch.setattr(SpikeGuard, "rejects", noting)
+    monkeypatch.setattr(UptrainTrainer, "compute_loss", poisoned)
+    monkeypatch.setattr(UptrainTrainer, "log", logging)
+    with pytest.raises(TrainingError, match="at step 4"):
+        train_model(model, BLOCKS, optim=optim, logging_steps=logging_steps, **OPTIONS)
+    assert len(before) == 4 and all(map(math.isfinite, logged))
+    for p, q in zip(model.parameters(), before[3], strict=True):
+        assert torch.equal(p, q)
 
 
 # --- options ------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..data.spans import noise_counts
 from ..errors import TrainingError
@@ -45,10 +46,12 @@ class Interrupted(TrainingError):
 class SpikeGuard:
     """Decides for each optimiser step whether its gradient may be used.
 
-    A loss or gradient norm that is not finite, or a loss far above chance, stops the run at once, before
-    it touches the weights. A
-    gradient norm `factor` times the recent median, with a loss above its own median, is skipped; after
-    `patience` skipped steps in a row the run stops.
+    A loss or gradient norm that is not finite, or a loss far above chance, stops the run before it touches
+    the weights. A gradient norm `factor` times the recent median, with a loss above its own median, is
+    skipped; after `patience` skipped steps in a row the run stops.
+
+    `rejects` decides where the numbers are, without waiting for them; `accept` decides alike and keeps the
+    record, once they have arrived.
 
     Args:
         uniform: Loss of a uniform guess, log(vocabulary); thrice it (or thrice the first loss) is divergence.
@@ -70,6 +73,21 @@ class SpikeGuard:
     in_a_row: int = 0
     first: float | None = None
 
+    def rejects(self, loss: Tensor, norm: Tensor, labels: int) -> Tensor:
+        """Whether `accept` will refuse these values, or stop the run for them.
+
+        Args:
+            loss, norm: Scalars (float64, so that both judge alike) on any device.
+            labels: Labelled tokens of the step.
+
+        Returns:
+            A bool scalar on that device. All earlier steps must have been given to `accept`.
+        """
+        bad = ~(torch.isfinite(loss) & torch.isfinite(norm)) | (loss > self._ceiling())
+        if (limits := self._spike_limits()) is not None:
+            bad |= (norm > limits[0]) & (loss > limits[1])
+        return bad if labels else torch.ones_like(bad)
+
     def accept(self, step: int, loss: float, norm: float, labels: int) -> bool:
         """Judge one step.
 
@@ -88,15 +106,16 @@ class SpikeGuard:
         if labels == 0:
             self.unlabelled.append(step)
             return False
+        diverged = loss > self._ceiling()
         self.first = loss if self.first is None else self.first
-        diverged = loss > 3 * max(self.uniform, self.first)
         if diverged or not (math.isfinite(loss) and math.isfinite(norm)):
             raise TrainingError(
                 f"loss {loss:g}, gradient norm {norm:g} at step {step}",
                 where="uptrain",
                 fix="lower learning_rate or lengthen warmup_steps; the last good checkpoint is kept",
             )
-        if self._spikes(loss, norm):
+        limits = self._spike_limits()
+        if limits is not None and norm > limits[0] and loss > limits[1]:
             self.skipped.append(step)
             self.in_a_row += 1
             if self.in_a_row >= self.patience:
@@ -115,11 +134,15 @@ class SpikeGuard:
                 values.popleft()
         return True
 
-    def _spikes(self, loss: float, norm: float) -> bool:
+    def _ceiling(self) -> float:
+        """A loss above this is divergence; the first loss is none."""
+        return math.inf if self.first is None else 3 * max(self.uniform, self.first)
+
+    def _spike_limits(self) -> tuple[float, float] | None:
+        """Norm and loss that a spike exceeds, None before there is a history."""
         if not self.factor or len(self.norms) < self.warmup:
-            return False
-        norm_limit = self.factor * statistics.median(self.norms)
-        return norm > norm_limit and loss > statistics.median(self.losses)
+            return None
+        return self.factor * statistics.median(self.norms), statistics.median(self.losses)
 
     def state(self) -> dict[str, Any]:
         """What a resumed run needs to judge alike."""
@@ -137,6 +160,28 @@ class SpikeGuard:
         self.skipped, self.unlabelled = list(state["skipped"]), list(state["unlabelled"])
         self.norms, self.losses = deque(state["norms"]), deque(state["losses"])
         self.in_a_row, self.first = state["in_a_row"], state["first"]
+
+
+class Reading:
+    """Numbers on their way from the device; waiting for them does not hold up what was queued after them.
+
+    Args:
+        values: A small tensor.
+    """
+
+    def __init__(self, values: Tensor) -> None:
+        self.event, self.values = None, values
+        if values.is_cuda:
+            self.values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self.values.copy_(values, non_blocking=True)
+            self.event = torch.cuda.Event()
+            self.event.record()
+
+    def wait(self) -> list[float]:
+        """The numbers."""
+        if self.event is not None:
+            self.event.synchronize()
+        return self.values.tolist()
 
 
 @contextmanager

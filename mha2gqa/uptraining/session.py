@@ -120,6 +120,7 @@ def _fit(trainer: UptrainTrainer, checkpoint: Path | None) -> tuple[float | None
         trainer.args.eval_on_start = scored and checkpoint is None
         trainer.meter.reset(trainer.meter.tokens)
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        trainer.settle()
         history = trainer.state.log_history
         done = trainer.state.global_step >= trainer.run.budget.steps
         if (

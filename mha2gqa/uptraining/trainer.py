@@ -20,7 +20,7 @@ from ..errors import CheckpointError
 from .batches import BlockOrder, Blocks, BlockStream, Collate, Position, as_is
 from .budget import Budget, UptrainConfig, learning_rate_factor, warmup_count
 from .distillation import Teacher
-from .guard import Meter, SpikeGuard, flops_per_token, forward_flops, peak_flops
+from .guard import Meter, Reading, SpikeGuard, flops_per_token, forward_flops, peak_flops
 from .losses import IGNORED
 from .sharding import is_fsdp2, reduce_in_float32, shard_teacher
 from .workspace import seal, write_json
@@ -99,6 +99,7 @@ class UptrainTrainer(Trainer):
         self._logged_step = 0
         self._resumed: Path | None = None
         self._pending: dict[str, float] | None = None
+        self._waiting: tuple[int, int, Reading] | None = None  # step, labels, values not yet settled
         stopper.trainer = self
 
     # --- data ---------------------------------------------------------------------------------------
@@ -145,27 +146,54 @@ class UptrainTrainer(Trainer):
         return loss * share
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        """The step's last stop before the optimiser: a gradient that is not accepted is dropped here."""
+        """The step's last stop before the optimiser: a gradient that is not accepted is dropped here.
+
+        The verdict is a number on the device that the optimiser reads there; what it was is known here
+        when the next step has been queued, so that the device never waits for this process.
+        """
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         if hasattr(norm, "full_tensor"):  # sharded gradients give a partial norm
             norm = norm.full_tensor()
-        values = torch.stack(
-            [self._sums[0], torch.as_tensor(0.0 if norm is None else norm, device=self._sums.device).float()]
-        )
-        stop = torch.tensor(float(bool(self.run.stop)), device=values.device)
-        values = torch.cat([values, stop[None]])
+        self.settle()
+        device, stop = self._sums.device, float(bool(self.run.stop))
+        size = torch.as_tensor(0.0 if norm is None else norm, device=device)
+        values = torch.stack([self._sums[0].double(), size.double(), torch.full_like(size.double(), stop)])
         if self.args.world_size > 1:  # every process must decide alike
             torch.distributed.all_reduce(values)
             values /= self.args.world_size
-        loss, size, stops = values.tolist()
-        self.stopper.agreed = stops > 0
+        else:
+            self.stopper.agreed = stop > 0
         self._sums[0] = 0
-        if not self.guard.accept(self.state.global_step + 1, loss, size, self._labels):
-            logger.warning(
-                "step %d is skipped: loss %.4g, gradient norm %.4g", self.state.global_step + 1, loss, size
-            )
+        rejected = self.guard.rejects(values[0], values[1], self._labels)
+        self._waiting = (self.state.global_step + 1, self._labels, Reading(values))
+        optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)
+        # What GradScaler uses: the fused kernels leave weights and moments alone where this is 1.
+        sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
+        if getattr(optimizer, "_step_supports_amp_scaling", False) and not sharded:
+            optimizer.found_inf = rejected.float()
+        elif not self.settle():
             model.zero_grad(set_to_none=True)  # an optimiser leaves parameters without gradient alone
         return norm
+
+    def settle(self) -> bool:
+        """Enter the last step in the guard's record.
+
+        Returns:
+            Whether its gradient was used.
+
+        Raises:
+            TrainingError: See `SpikeGuard.accept`.
+        """
+        if self._waiting is None:
+            return True
+        (step, labels, reading), self._waiting = self._waiting, None
+        loss, size, stops = reading.wait()
+        if self.args.world_size > 1:
+            self.stopper.agreed = stops > 0
+        accepted = self.guard.accept(step, loss, size, labels)
+        if not accepted:
+            logger.warning("step %d is skipped: loss %.4g, gradient norm %.4g", step, loss, size)
+        return accepted
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """Warm-up and decay of `budget.learning_rate_factor`."""
@@ -224,6 +252,7 @@ class UptrainTrainer(Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add tokens, speed, memory and time left to what the Trainer logs."""
         step, budget = self.state.global_step, self.run.budget
+        self.settle()
         if "loss" in logs:
             tokens = step * budget.batch_tokens
             ce = self._sums[1].clone()
@@ -247,6 +276,7 @@ class UptrainTrainer(Trainer):
     # --- checkpoints --------------------------------------------------------------------------------
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        self.settle()
         folder = Path(str(self.args.output_dir)) / f"checkpoint-{self.state.global_step}"
         with self.meter.pause():
             try:

@@ -20,6 +20,7 @@ from mha2gqa.errors import UsageError
 from mha2gqa.report import (
     Report,
     front_matter,
+    grids,
     headline,
     html_page,
     hub_name,
@@ -31,6 +32,7 @@ from mha2gqa.report import (
     model_card,
     models_table,
     text_table,
+    write_pictures,
     write_report,
 )
 
@@ -331,3 +333,43 @@ def test_tasks_of_every_model_stand_in_one_table() -> None:
     assert lines[1].split() == ["task", "metric", "a", "b"]
     assert lines[3].split() == ["hellaswag", "acc", "0.5000", "–"] and len(lines) == 4
     assert _tasks([{"label": "b"}]) == []
+
+
+def _grid() -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    points = [
+        {"method": method, "alpha": alpha, "num_kv_heads": g, "kv_bytes_per_token": 1024 * g, "perplexity": 30.0,
+         "loss": base - 10 * alpha + g / 100, "decode_milliseconds_per_step": 1.0 + g / 8}
+        for method, base in (("mean", 8.0), ("first", 9.0))
+        for alpha in (0.0, 0.05, 0.1)
+        for g in (1, 4)
+    ]  # fmt: skip
+    original = {
+        "loss": 3.3,
+        "perplexity": 27.4,
+        "kv_bytes_per_token": 16384,
+        "decode_milliseconds_per_step": 3.0,
+    }
+    return points, original
+
+
+def test_a_sweep_draws_what_its_grid_varies() -> None:
+    points, original = _grid()
+    assert list(grids.sweep_pictures(points, original)) == ["frontier", "methods", "alphas", "times"]
+    methods = grids.methods_svg(points, original)
+    assert ">G = 1<" in methods and all(f">{x}<" in methods for x in ("8.01", "7.51", "7.01", "9.01"))
+    assert ">4.01<" not in methods  # bars are those of the smallest G alone
+    times = grids.times_svg(points, original)
+    assert ">7.010<" in times and ">7.040<" in times  # the best loss at G = 1 and at G = 4
+    short = [p for p in points if p["method"] == "mean" and p["alpha"] < 0.1 and p["num_kv_heads"] == 4]
+    assert list(grids.sweep_pictures(short, original)) == ["frontier"]
+
+
+def test_a_picture_file_brings_its_own_colours(tmp_path: Path) -> None:
+    points, original = _grid()
+    report = sample(frontier=points, models=[original | {"role": "original"}])
+    files = write_pictures(report, tmp_path / "pictures")
+    assert [file.name for file in files] == ["frontier.svg", "methods.svg", "alphas.svg", "times.svg"]
+    text = files[1].read_text()
+    used = set(re.findall(r"var\((--\w+)\)", text))
+    assert used and all(f"{name}:#" in text for name in used) and "prefers-color-scheme: dark" in text
+    ElementTree.fromstring(text)

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from ..errors import UsageError
 from ..recipe import Recipe
 from ..recipe.sections import Method
-from ..report import write_report
+from ..report import write_pictures, write_report
 from ..results import Result
 from .builtin import resolve_model
 from .ledger import Ledger
@@ -152,6 +152,7 @@ class _Sweep:
         report = replace(build_report(outcome, command(), frontier(rows)), models=rows)
         formats = [name for name in self.recipe.report.formats if name != "card"]
         written = write_report(report, self.folder, formats)
+        written += write_pictures(report, self.folder / "pictures")
         result = SweepResult(
             str(self.folder), self.stages, rows, [str(path) for path in written], self.notices
         )
@@ -203,8 +204,9 @@ class _Sweep:
 
 
 def frontier(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Points of the frontier plot from the rows of a sweep."""
-    keys = ("label", "method", "alpha", "kv_bytes_per_token", "perplexity")
+    """Points of a sweep's pictures from its rows."""
+    figures = ("kv_bytes_per_token", "loss", "perplexity", "decode_milliseconds_per_step")
+    keys = ("label", "method", "alpha", *figures)
     return [
         {key: row.get(key) for key in keys} | {"num_kv_heads": row["groups"]}
         for row in rows

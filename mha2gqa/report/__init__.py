@@ -10,6 +10,7 @@ from ..errors import UsageError
 from ..results import jsonable
 from .card import front_matter, hub_name, markdown, model_card
 from .content import COLUMNS, Report, headline, limits, model_rows, tiles
+from .grids import standalone, sweep_pictures
 from .page import html_page
 from .tables import human_bytes, human_count, markdown_table, significant, text_table
 
@@ -32,6 +33,7 @@ __all__ = [
     "significant",
     "text_table",
     "tiles",
+    "write_pictures",
     "write_report",
 ]
 
@@ -82,6 +84,24 @@ def write_report(
             written.append(out / file)
     if "card" in formats and card is not None:
         written.append(_write_card(report, card))
+    return written
+
+
+def write_pictures(report: Report, out: Path) -> list[Path]:
+    """Write a sweep's pictures as files, for a README or a paper.
+
+    Args:
+        report: With the points of a sweep in `frontier`.
+        out: Folder for `frontier.svg`, `methods.svg`, `alphas.svg`, `times.svg`: those that the grid allows.
+
+    Returns:
+        The files written.
+    """
+    written = []
+    for name, svg in sweep_pictures(report.frontier, report.original).items():
+        out.mkdir(parents=True, exist_ok=True)
+        (out / f"{name}.svg").write_text(standalone(svg), encoding="utf-8")
+        written.append(out / f"{name}.svg")
     return written
 
 

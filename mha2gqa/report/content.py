@@ -29,7 +29,7 @@ class Report:
         budget: `uptrain`'s `budget{}`.
         curves: Name -> list of `(tokens, loss)`: `training`, `held-out`.
         frontier: Points of a sweep: `label`, `method`, `alpha`, `num_kv_heads`, `kv_bytes_per_token`,
-            `perplexity`.
+            `loss`, `perplexity`, and where decoding was timed `decode_milliseconds_per_step`.
         batch, context: The decoding situation KV-cache sizes are quoted for.
         license: Of the source; None where unknown.
         datasets: Hub names of text used for calibration or uptraining.

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from typing import Any
 
-from . import plots
+from . import grids, plots
 from .content import COLUMNS, Report, differences, headline, limits, model_rows, name_of, scoring, tiles
 from .tables import fixed
 
@@ -92,10 +92,9 @@ def _plots(report: Report) -> str:
     ]
     pictures = [
         ("Uptraining", plots.curves_svg(report.curves, marks), "Dashed: loss before uptraining."),
-        (
-            "Quality against cache",
-            plots.frontier_svg(report.frontier, report.original),
-            "Lower left is better; the star is the original.",
+        *(
+            (grids.TITLES[name][0], svg, grids.TITLES[name][1])
+            for name, svg in grids.sweep_pictures(report.frontier, report.original).items()
         ),
         (
             "Loss by length of context",

@@ -63,7 +63,7 @@ def curves_svg(curves: Mapping[str, Sequence[tuple[float, float]]], marks: Mappi
     shown = {name: points for name, points in curves.items() if points}
     if not shown:
         return ""
-    with _figure(3.0) as (figure, axes):
+    with styled_figure(3.0) as (figure, axes):
         styles = {"training": (SERIES[1], "-", None), "held-out": (SERIES[2], "-", "o")}
         for name, points in shown.items():
             colour, line, marker = styles.get(name, (SERIES[3], "-", None))
@@ -75,7 +75,7 @@ def curves_svg(curves: Mapping[str, Sequence[tuple[float, float]]], marks: Mappi
         axes.xaxis.set_major_formatter(lambda value, _: human_count(value))
         axes.set(xlabel="uptraining tokens", ylabel="loss, nats/token")
         axes.legend(frameon=False, fontsize=9.5, ncols=2)
-        return _svg(figure, "curves", "Training and held-out loss over uptraining tokens")
+        return as_svg(figure, "curves", "Training and held-out loss over uptraining tokens")
 
 
 def frontier_svg(points: Sequence[Mapping[str, Any]], original: Mapping[str, Any] | None) -> str:
@@ -88,7 +88,7 @@ def frontier_svg(points: Sequence[Mapping[str, Any]], original: Mapping[str, Any
     Returns:
         An SVG element, or `""` where there are fewer than two points.
     """
-    usable = [p for p in points if _finite(p.get("perplexity")) and p.get("kv_bytes_per_token")]
+    usable = [p for p in points if finite(p.get("perplexity")) and p.get("kv_bytes_per_token")]
     if len(usable) + (original is not None) < 2:
         return ""
     series: dict[str, list[Mapping[str, Any]]] = {}
@@ -96,7 +96,7 @@ def frontier_svg(points: Sequence[Mapping[str, Any]], original: Mapping[str, Any
         alpha = point.get("alpha")
         name = str(point.get("method") or "") + (f", alpha {alpha:g}" if alpha else "")
         series.setdefault(name, []).append(point)
-    with _figure(3.4) as (figure, axes):
+    with styled_figure(3.4) as (figure, axes):
         for i, (name, members) in enumerate(series.items()):
             members = sorted(members, key=lambda p: p["kv_bytes_per_token"])
             x, y = [p["kv_bytes_per_token"] for p in members], [p["perplexity"] for p in members]
@@ -121,7 +121,7 @@ def frontier_svg(points: Sequence[Mapping[str, Any]], original: Mapping[str, Any
         axes.minorticks_off()
         axes.set(xlabel="KV cache per token", ylabel="perplexity")
         axes.legend(frameon=False, fontsize=9.5)
-        return _svg(figure, "frontier", "Perplexity against KV-cache bytes per token")
+        return as_svg(figure, "frontier", "Perplexity against KV-cache bytes per token")
 
 
 def positions_svg(series: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
@@ -135,14 +135,14 @@ def positions_svg(series: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     """
     shown = {
         name: [
-            (math.sqrt(max(p["low"], 1) * max(p["high"], 1)), p["loss"]) for p in points if _finite(p["loss"])
+            (math.sqrt(max(p["low"], 1) * max(p["high"], 1)), p["loss"]) for p in points if finite(p["loss"])
         ]
         for name, points in series.items()
     }
     shown = {name: points for name, points in shown.items() if len(points) > 1}
     if not shown:
         return ""
-    with _figure(3.0) as (figure, axes):
+    with styled_figure(3.0) as (figure, axes):
         for i, (name, points) in enumerate(shown.items()):
             x, y = zip(*points, strict=True)
             colour = ROLE_COLOURS.get(name, SERIES[i % 8])
@@ -151,7 +151,7 @@ def positions_svg(series: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
         axes.set(xlabel="tokens of context", ylabel="loss, nats/token")
         axes.legend(frameon=False, fontsize=9.5)
-        return _svg(figure, "positions", "Loss by length of context")
+        return as_svg(figure, "positions", "Loss by length of context")
 
 
 def kv_bars_svg(rows: Sequence[tuple[str, float, str]], batch: int, context: int) -> str:
@@ -166,7 +166,7 @@ def kv_bars_svg(rows: Sequence[tuple[str, float, str]], batch: int, context: int
     """
     if not rows:
         return ""
-    with _figure(0.75 + 0.42 * len(rows)) as (figure, axes):
+    with styled_figure(0.75 + 0.42 * len(rows)) as (figure, axes):
         sizes = [per_token * batch * context for _, per_token, _ in rows]
         colours = [ROLE_COLOURS.get(role, SERIES[3]) for _, _, role in rows]
         axes.barh(range(len(rows)), sizes, color=colours, height=0.62)
@@ -179,7 +179,7 @@ def kv_bars_svg(rows: Sequence[tuple[str, float, str]], batch: int, context: int
         axes.grid(False)
         axes.spines["bottom"].set_visible(False)
         axes.tick_params(length=0)
-        return _svg(figure, "kv", f"KV cache at batch {batch}, context {context}")
+        return as_svg(figure, "kv", f"KV cache at batch {batch}, context {context}")
 
 
 def residuals_svg(series: Mapping[str, Sequence[tuple[int, float]]]) -> str:
@@ -194,7 +194,7 @@ def residuals_svg(series: Mapping[str, Sequence[tuple[int, float]]]) -> str:
     shown = {name: points for name, points in series.items() if points}
     if not shown:
         return ""
-    with _figure(2.7) as (figure, axes):
+    with styled_figure(2.7) as (figure, axes):
         for i, (name, points) in enumerate(shown.items()):
             x, y = zip(*points, strict=True)
             axes.plot(x, y, marker="os^D"[i % 4], markersize=4, color=SERIES[1 + i % 7], label=name)
@@ -202,7 +202,7 @@ def residuals_svg(series: Mapping[str, Sequence[tuple[int, float]]]) -> str:
         axes.set_ylim(bottom=0)
         axes.set(xlabel="layer", ylabel="relative residual")
         axes.legend(frameon=False, fontsize=9.5)
-        return _svg(figure, "residuals", "Relative residual of the merge for each layer")
+        return as_svg(figure, "residuals", "Relative residual of the merge for each layer")
 
 
 def grouping_svg(groupings: Sequence[tuple[str, Sequence[Sequence[int]]]]) -> str:
@@ -218,7 +218,7 @@ def grouping_svg(groupings: Sequence[tuple[str, Sequence[Sequence[int]]]]) -> st
         return ""
     heads = sum(len(group) for group in groupings[0][1])
     height = 0.75 + min(0.19 * len(groupings), 8.0)
-    with _figure(height) as (figure, axes):
+    with styled_figure(height) as (figure, axes):
         cells: dict[int, list[tuple[int, int]]] = {}
         for y, (_, groups) in enumerate(groupings):
             for number, group in enumerate(groups):
@@ -240,7 +240,7 @@ def grouping_svg(groupings: Sequence[tuple[str, Sequence[Sequence[int]]]]) -> st
         axes.tick_params(length=0)
         for spine in axes.spines.values():
             spine.set_visible(False)
-        return _svg(figure, "grouping", "Which source KV heads share a head in each layer")
+        return as_svg(figure, "grouping", "Which source KV heads share a head in each layer")
 
 
 def _squares(places: Sequence[tuple[int, int]], colour: str) -> Any:
@@ -255,7 +255,7 @@ def _squares(places: Sequence[tuple[int, int]], colour: str) -> Any:
     return PathPatch(Path(vertices, codes), facecolor=colour, edgecolor="none", clip_on=False)
 
 
-class _figure:
+class styled_figure:
     """A styled figure of `height` inches that leaves no global state behind."""
 
     def __init__(self, height: float) -> None:
@@ -279,7 +279,7 @@ class _figure:
         self.context.__exit__(None, None, None)
 
 
-def _svg(figure: Figure, name: str, title: str) -> str:
+def as_svg(figure: Figure, name: str, title: str) -> str:
     """The figure as one `<svg>` element with CSS variables for colours and a title for screen readers."""
     import matplotlib
 
@@ -301,5 +301,5 @@ def _svg(figure: Figure, name: str, title: str) -> str:
     return text.replace("<svg ", f'<svg role="img" aria-label="{title}" ', 1).strip()
 
 
-def _finite(value: Any) -> bool:
+def finite(value: Any) -> bool:
     return isinstance(value, (int, float)) and math.isfinite(value)

@@ -21,6 +21,7 @@ from .options import CalibrationOptions
 
 Facts = dict[str, dict[str, Any]]  # module path -> further fields of its report
 Read = Callable[[str], Tensor]
+Found = tuple[heads.Grouping, dict[str, float]]  # and what neighbours would lose, by module path
 
 
 def grouped(
@@ -51,11 +52,10 @@ def _searched(
     found: dict[str, heads.Grouping] = {s.site.path: s.grouping for s in plan.sites}
     facts: Facts = {}
     together: dict[tuple[str, int, int], list[tuple[Site, Sharing]]] = {}
-    jobs: list[tuple[list[tuple[Site, Sharing]], Future[heads.Grouping]]] = []
+    jobs: list[Future[Found]] = []
 
     def search_later(members: list[tuple[Site, Sharing]]) -> None:
-        problems = [problem for _, problem in members]
-        jobs.append((members, pool.submit(_search, plan.method, problems, members[0][0], options.seed)))
+        jobs.append(pool.submit(_search, plan.method, members, options.seed))
 
     with _threads() as pool:
         for site in plan.sites:
@@ -70,11 +70,11 @@ def _searched(
                 search_later([(site, problem)])
         for members in together.values():
             search_later(members)
-        for done, (members, job) in enumerate(jobs):
+        for done, job in enumerate(jobs):
             options.say("grouping", done, len(jobs))
-            for site, problem in members:
-                found[site.site.path] = job.result()
-                facts[site.site.path] = {"residual_neighbours": problem.residual(site.grouping)}
+            best, residuals = job.result()
+            for path, residual in residuals.items():
+                found[path], facts[path] = best, {"residual_neighbours": residual}
     return found, facts
 
 
@@ -101,11 +101,21 @@ def _problem(
     return sharing(weights, context, "full" if plan.method == "joint" else "rigid")
 
 
-def _search(method: str, problems: list[Sharing], site: Site, seed: int) -> heads.Grouping:
+def _search(method: str, members: list[tuple[Site, Sharing]], seed: int) -> Found:
     """The grouping of least summed cost of modules that must keep one order."""
+    site, problems = members[0][0], [problem for _, problem in members]
     groups = len(site.grouping)
     size = site.geometry.num_kv_heads // groups * site.geometry.head_dim
     pairs = torch.stack([problem.pairs() for problem in problems]).sum(0).numpy()
     # Procrustes costs are slow iterations; its authors search on sums of pairs alone, and so do we.
     budget = max(24, evaluations(size) // len(problems)) if method == "joint" else 0
-    return search(pairs, lambda g: sum(p.cost(g) for p in problems), groups, budget=budget, seed=seed)
+    known: dict[tuple[int, ...], list[float]] = {}  # neighbours are asked for again at the end
+
+    def costs(group: tuple[int, ...]) -> list[float]:
+        if group not in known:
+            known[group] = [problem.cost(group) for problem in problems]
+        return known[group]
+
+    best = search(pairs, lambda group: sum(costs(group)), groups, budget=budget, seed=seed)
+    each = [sum(lost) / 2 for lost in zip(*map(costs, site.grouping), strict=True)]  # see Sharing.residual
+    return best, {member.site.path: lost for (member, _), lost in zip(members, each, strict=True)}

@@ -43,8 +43,8 @@ def align(weights: AttentionWeights, grouping: Grouping, context: MergeContext) 
 def _merged(weights: AttentionWeights, grouping: Grouping, context: MergeContext, freedom: Freedom) -> Merged:
     problem = sharing(weights, context, freedom)
     normed = context.spec.key_symmetry == "phases" and len(grouping) < weights.num_kv_heads
-    merged = merge(problem, grouping, _split_gains if normed else None)
-    return Merged(merged, problem.residual(grouping), problem.notes)
+    merged, residual = merge(problem, grouping, _split_gains if normed else None)
+    return Merged(merged, residual, problem.notes)
 
 
 def _split_gains(

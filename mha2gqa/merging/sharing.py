@@ -14,15 +14,8 @@ from ..heads import AttentionWeights, Grouping, plane_index
 from .base import MergeContext
 from .mean import pooled
 from .moments import augmented, centred, key_moment, query_moment, value_moment
-from .problems import (
-    LinearProblem,
-    MeanProblem,
-    OrthogonalProblem,
-    PlaneProblem,
-    Problem,
-    UnitPlaneProblem,
-    costs_only,
-)
+from .planes import PlaneProblem, UnitPlaneProblem
+from .problems import LinearProblem, MeanProblem, OrthogonalProblem, Problem, costs_only
 
 Freedom = Literal["full", "rigid"]  # rigid: rotations only, unweighted (the Procrustes baseline)
 
@@ -260,17 +253,19 @@ def sharing(weights: AttentionWeights, context: MergeContext, freedom: Freedom =
 # --- from solutions back to weights --------------------------------------------------------------------
 
 
-def _solve_keys(problem: Sharing, grouping: Grouping) -> tuple[Tensor, Tensor]:
-    """Shared key functionals `[G, d, n]` and query functionals `[H, d, n]` in source order."""
+def _solve_keys(problem: Sharing, grouping: Grouping) -> tuple[Tensor, Tensor, Tensor]:
+    """Shared key functionals `[G, d, n]`, query functionals `[H, d, n]` in source order, and the cost."""
     heads, width = problem.weights.num_kv_heads, problem.queries.shape[1]
     queries = problem.queries.reshape(heads, -1, *problem.queries.shape[1:]).clone()  # [K, r, d, n]
     shared = queries.new_empty(len(grouping), width, queries.shape[-1])
+    cost = queries.new_zeros(())
     for g, group in enumerate(grouping):
         members = torch.as_tensor(list(group), device=queries.device)
         for part in problem.keys:
-            rows, maps = part.problem.solve(group)
-            shared[g, part.dims] = rows
-            moved = maps[:, None] @ queries[members][:, :, part.dims]
+            solved = part.problem.solve(group)
+            shared[g, part.dims] = solved.rows
+            cost += solved.cost
+            moved = solved.maps[:, None] @ queries[members][:, :, part.dims]
             for i, h in enumerate(group):
                 queries[h][:, part.dims] = moved[i]
     if problem.context.spec.key_symmetry == "plane_rotations":  # solved at unit norm: give the norm back
@@ -278,17 +273,19 @@ def _solve_keys(problem: Sharing, grouping: Grouping) -> tuple[Tensor, Tensor]:
         energy = _head_energy(rows, key_moment(problem.weights, problem.context))
         members = torch.as_tensor([list(group) for group in grouping], device=energy.device)
         shared = shared * energy[members].mean(1).sqrt()
-    return shared, queries.flatten(0, 1)
+    return shared, queries.flatten(0, 1), cost
 
 
-def _solve_values(problem: Sharing, grouping: Grouping) -> tuple[Tensor, Tensor]:
-    """Shared value functionals `[G, e, n]` and output blocks `[H, D, e]` in source order."""
+def _solve_values(problem: Sharing, grouping: Grouping) -> tuple[Tensor, Tensor, Tensor]:
+    """Shared value functionals `[G, e, n]`, output blocks `[H, D, e]` in source order, and the cost."""
     shared, blocks = [], torch.empty_like(problem.frame)
+    cost = problem.frame.new_zeros(())
     for group in grouping:
-        rows, maps = problem.values.solve(group)
-        shared.append(rows)
-        blocks[list(group)] = problem.frame[list(group)] @ maps
-    return torch.stack(shared), blocks.reshape(problem.weights.o.shape)
+        solved = problem.values.solve(group)
+        shared.append(solved.rows)
+        cost += solved.cost
+        blocks[list(group)] = problem.frame[list(group)] @ solved.maps
+    return torch.stack(shared), blocks.reshape(problem.weights.o.shape), cost
 
 
 def _folded_bias(problem: Sharing, values: Tensor, blocks: Tensor, grouping: Grouping) -> Tensor | None:
@@ -327,7 +324,7 @@ def merge(
     problem: Sharing,
     grouping: Grouping,
     finish: Finish | None = None,
-) -> AttentionWeights:
+) -> tuple[AttentionWeights, float]:
     """Solve the sharing problems for `grouping` and write the solution as weights.
 
     Args:
@@ -337,13 +334,15 @@ def merge(
             simply its rows.
 
     Returns:
-        G KV heads; query heads re-ordered so that each group's are contiguous; dtypes of the source.
+        G KV heads (query heads re-ordered so that each group's are contiguous; dtypes of the source), and
+        what `problem.residual` says of the grouping.
     """
     w = problem.weights
     if len(grouping) == w.num_kv_heads:  # nobody shares: the same numbers, perhaps in another order
-        return pooled(w, grouping, problem.context, "first")
-    keys, queries = _solve_keys(problem, grouping)
-    values, blocks = _solve_values(problem, grouping)
+        return pooled(w, grouping, problem.context, "first"), 0.0
+    keys, queries, key_cost = _solve_keys(problem, grouping)
+    values, blocks, value_cost = _solve_values(problem, grouping)
+    residual = float(key_cost / problem.totals[0] + value_cost / problem.totals[1]) / 2
     bias = _folded_bias(problem, values, blocks, grouping)
     if w.k_bias is not None and not _has_sinks(w):
         keys = _without_constant(problem, keys)
@@ -358,4 +357,4 @@ def merge(
         v_bias=v_bias,
         o_bias=None if bias is None or w.o_bias is None else bias.to(w.o_bias.dtype),
     )
-    return base if finish is None else finish(problem, grouping, keys, queries, base)
+    return (base if finish is None else finish(problem, grouping, keys, queries, base)), residual

@@ -88,6 +88,7 @@ def ours(args: argparse.Namespace, student: Any, teacher: Any, blocks: Tensor) -
             logging_steps=args.log_every,
             save_steps=args.save_steps,
             torch_compile=args.compile,
+            residual_dtype=args.residual_dtype,
             device="auto" if torch.cuda.is_available() else "cpu",
             **more,
         )
@@ -263,6 +264,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--log-every", type=int, default=4)
     parser.add_argument("--compile", type=int, default=1)
+    parser.add_argument("--residual-dtype", default="float32")
     parser.add_argument("--folder", default=None)
     parser.add_argument("--stop-at", type=int, default=0)
     parser.add_argument("--save-steps", type=float, default=1e9)
@@ -310,6 +312,7 @@ def main() -> None:
         "micro_batch": args.micro,
         "batch_tokens": args.batch_tokens,
         "compiled": args.compile,
+        "residual_dtype": args.residual_dtype,
         "flops_per_token": flops,
         "attention_share_of_flops": attention_share,
         "mfu": None if peak is None else rate * flops / peak / args.world,

@@ -62,6 +62,7 @@ def measure(
             "steps": args.steps,
             "log_every": args.log_every,
             "compile": int(args.compile),
+            "residual_dtype": args.residual_dtype,
             "out": out,
         }
         flags = [w for k, v in (options | more).items() for w in (f"--{k.replace('_', '-')}", str(v))]
@@ -152,6 +153,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--log-every", type=int, default=4)
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--residual-dtype", default="float32", help="of ours; the rivals' is float32")
     parser.add_argument("--curves", action="store_true", help="also compare loss curves across GPU counts")
     parser.add_argument("--tiny", action="store_true", help="a model that a CPU can train, to try the script")
     parser.add_argument("--budget-seconds", type=float, default=float("inf"))

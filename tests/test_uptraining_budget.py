@@ -10,14 +10,13 @@ import pytest
 
 from mha2gqa.errors import UsageError
 from mha2gqa.uptraining.budget import (
-    PRETRAINING,
     UptrainConfig,
     default_learning_rate,
-    known_pretraining,
     learning_rate_factor,
     plan_budget,
     warmup_count,
 )
+from mha2gqa.uptraining.pretraining import PRETRAINING, known_pretraining
 
 
 def config(**options) -> UptrainConfig:

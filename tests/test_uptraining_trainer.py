@@ -12,7 +12,6 @@ from conftest import pico_llama
 
 from mha2gqa.errors import TrainingError, UsageError
 from mha2gqa.uptraining import train_model
-from mha2gqa.uptraining.attention import unpacked
 from mha2gqa.uptraining.batches import (
     BlockOrder,
     BlockStream,
@@ -24,6 +23,7 @@ from mha2gqa.uptraining.batches import (
 from mha2gqa.uptraining.budget import learning_rate_factor
 from mha2gqa.uptraining.chat import hide
 from mha2gqa.uptraining.guard import SpikeGuard
+from mha2gqa.uptraining.stream import unpacked
 from mha2gqa.uptraining.trainer import UptrainTrainer
 
 BLOCKS = torch.randint(0, 64, (24, 17), generator=torch.Generator().manual_seed(0))
@@ -287,16 +287,26 @@ def test_pass_through_options_are_checked():
 
 
 def test_bf16_autocast_follows_float32():
-    """Mixed precision: float32 weights, bf16 products, float32 losses."""
-    curves = []
-    for bf16 in (False, True):
+    """Mixed precision: float32 weights, bf16 products, float32 losses; the stream in either."""
+    curves, streams = [], []
+    for bf16, stream in ((False, "float32"), (True, "float32"), (True, "bfloat16")):
         model = pico_llama()
+        hook = model.model.layers[1].register_forward_pre_hook(lambda m, args: streams.append(args[0].dtype))
         result = train_model(
-            model, BLOCKS, teacher=pico_llama(num_key_value_heads=1), bf16=bf16, logging_steps=1, **OPTIONS
+            model,
+            BLOCKS,
+            teacher=pico_llama(num_key_value_heads=1),
+            bf16=bf16,
+            logging_steps=1,
+            residual_dtype=stream,
+            **OPTIONS,
         )
+        hook.remove()
         curves.append([e["loss"] for e in result.losses["train"]])
         assert {p.dtype for p in model.parameters()} == {torch.float32}
-    assert curves[1] == pytest.approx(curves[0], rel=0.02) and curves[1] != curves[0]
+        assert streams[-1] == getattr(torch, stream)
+    for curve in curves[1:]:
+        assert curve == pytest.approx(curves[0], rel=0.02) and curve != curves[0]
 
 
 @pytest.mark.slow

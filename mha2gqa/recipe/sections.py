@@ -153,6 +153,7 @@ class UptrainRecipe(Section):
         assistant_only_loss: In chats, only the assistant's tokens carry loss.
         streaming, isolate_documents: How the data is read and packed.
         seed, device, torch_compile: As on the command line.
+        residual_dtype: Of the hidden states between layers under bf16.
         save_steps, save_total_limit, logging_steps, eval_steps, keep_checkpoints: Bookkeeping.
         training_args: Every other key of the section.
     """
@@ -187,6 +188,7 @@ class UptrainRecipe(Section):
     isolate_documents: bool | None = None
     seed: int | None = None
     device: str | None = None
+    residual_dtype: Literal["float32", "bfloat16"] | None = None
     torch_compile: bool | None = None
     save_steps: float | None = None
     save_total_limit: int | None = None

@@ -12,7 +12,6 @@ import torch
 
 from ..errors import TrainingError
 from .arguments import world_size
-from .attention import unpacked
 from .budget import Budget, UptrainConfig
 from .compiling import compile_layers, undo_compile, worth_compiling
 from .corpus import Corpus
@@ -20,6 +19,7 @@ from .distillation import Teacher, attached
 from .dropout import set_dropout
 from .guard import Interrupted, stop_signals
 from .losses import Objective
+from .stream import narrow_stream, unpacked
 from .trainer import Run, UptrainTrainer, training_flops
 from .workspace import Workspace
 
@@ -74,8 +74,9 @@ def train(
     compiled = _should_compile(student, args, config, budget, teacher)
     spec = Objective(teacher is not None, config.temperature, config.ce_weight if teacher else 1.0, compiled)
     one_document = nullcontext() if config.isolate_documents else unpacked()
+    stream = narrow_stream(student) if config.residual_dtype == "bfloat16" else nullcontext()
     try:
-        with attached(student, spec, teacher), one_document, stop_signals() as stop:
+        with attached(student, spec, teacher), one_document, stream, stop_signals() as stop:
             if compiled:  # after the heads were probed with a few tokens
                 compile_layers(student)
                 if teacher is not None:

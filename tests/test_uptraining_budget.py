@@ -44,11 +44,15 @@ def test_known_families_and_implied_alpha():
     [
         ("meta-llama/Llama-2-13b-hf", 2e12),
         ("codellama/CodeLlama-7b-hf", 2.5e12),
+        ("codellama/CodeLlama-13b-Python-hf", 2.6e12),
+        ("codellama/CodeLlama-70b-hf", 3e12),
         ("huggyllama/llama-7b", 1e12),
         ("huggyllama/llama-65b", 1.4e12),
         ("openlm-research/open_llama_3b", 1e12),
         ("EleutherAI/pythia-1.4b", 299_892_736_000),
         ("allenai/OLMo-7B-hf", 2.46e12),
+        ("allenai/OLMo-7B-Twin-2T-hf", 2e12),
+        ("allenai/OLMo-1B-hf", 3e12),
         ("allenai/OLMo-2-1124-7B", 4.05e12),
         ("microsoft/phi-1_5", 1.5e11),
         ("microsoft/phi-2", 1.4e12),
@@ -62,7 +66,8 @@ def test_published_token_counts(name, tokens):
 
 def test_every_known_count_has_a_source():
     assert all(known.source and known.tokens > 10**9 for known in PRETRAINING)
-    assert known_pretraining("my/model") is None
+    for unknown in ("my/model", "allenai/OLMo-7B-0724-hf", "deepseek-ai/deepseek-coder-7b-base-v1.5"):
+        assert known_pretraining(unknown) is None
     assert known_pretraining(None) is None
 
 

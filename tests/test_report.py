@@ -17,6 +17,7 @@ import pytest
 import yaml
 
 from mha2gqa.errors import UsageError
+from mha2gqa.evaluation import ModelResult
 from mha2gqa.report import (
     Report,
     front_matter,
@@ -52,7 +53,9 @@ ROWS = [
     row("uptrained", 3.325, 27.799, 1.286, 4096)
     | {
         "paired": {"difference": 0.015, "low": 0.011, "high": 0.019, "units": 998},
-        "agreement": {"kl": 0.0712, "top1": 0.914},
+        "kl": 0.0712,
+        "top1_agreement": 0.914,
+        "agreement": {"against": "original"},
     },
 ]
 LAYERS = [
@@ -139,6 +142,11 @@ def test_paired_differences_and_agreement_are_told() -> None:
     page = html_page(sample())
     assert "+0.0150 nats/token against the original, 95 % interval +0.0110 to +0.0190" in page
     assert "the same most likely token at 91.4% of positions" in markdown(sample())
+
+
+def test_figures_of_agreement_have_the_names_that_evaluate_gives_them() -> None:
+    fields = ModelResult.__dataclass_fields__
+    assert ROWS[2].keys() - {"role"} <= fields.keys()
 
 
 def test_other_tokenizers_are_compared_by_bits_per_byte() -> None:

@@ -119,11 +119,10 @@ def differences(models: Sequence[Row]) -> list[str]:
                 f"{name_of(row)}: {test['difference']:+.4f} {unit} against the original, 95 % interval "
                 f"{test['low']:+.4f} to {test['high']:+.4f} (paired over {test['units']} documents or blocks)"
             )
-        agreement = row.get("agreement")
-        if agreement:
+        if row.get("kl") is not None:
             found.append(
-                f"{name_of(row)}: KL {agreement['kl']:.4f} nats/token from the original, "
-                f"the same most likely token at {agreement['top1']:.1%} of positions"
+                f"{name_of(row)}: KL {row['kl']:.4f} nats/token from the original, "
+                f"the same most likely token at {row['top1_agreement']:.1%} of positions"
             )
     return found
 

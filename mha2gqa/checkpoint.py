@@ -50,7 +50,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where a tensor lies: its file, dtype name, shape, and byte range (None inside a .bin)."""
+    """Where a tensor lies: its file, dtype name, shape, and byte range (none where no file holds it as it is)."""
 
     file: str
     dtype: str
@@ -61,6 +61,11 @@ class TensorInfo:
     @property
     def nbytes(self) -> int:
         return itemsize(self.dtype) * torch.Size(self.shape).numel()
+
+    @property
+    def plain(self) -> bool:
+        """Whether its bytes lie in the file as they are: not inside a .bin, not made from other tensors."""
+        return self.end > self.begin
 
 
 def itemsize(dtype: str) -> int:

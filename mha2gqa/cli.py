@@ -39,6 +39,9 @@ sets = option("--set", "overrides", multiple=True, metavar="A.B=C", help="Overri
 dry_run = option("--dry-run", is_flag=True, help="Check everything, run nothing, read no weights.")
 force = option("--force", is_flag=True, default=None, help="Replace an output that we made earlier.")
 groups = option("--groups", "--kv-heads", "groups", type=GROUPS, metavar="G", help="KV heads of the result.")
+as_ = option(
+    "--as", "as_", metavar="TYPE", help="auto (default), none, or the architecture to write the model as."
+)
 revision = option("--revision", help="Branch, tag or commit on the Hub.")
 data_required = option(
     "--data", multiple=True, required=True, metavar="DATA", help="File, folder, glob, NAME[:CONFIG[:SPLIT]]."
@@ -62,7 +65,7 @@ def cli() -> None:
 
 @cli.command()
 @click.argument("source")
-@options(groups, revision)
+@options(groups, as_, revision)
 @option("--tp", type=click.IntRange(1), help="Tensor-parallel ranks the result will be served on.")
 @option("--batch", type=click.IntRange(1), help="Sequences decoded at once (default 1).")
 @option("--context", type=COUNT, help="Tokens per sequence (default the model's own).")
@@ -100,7 +103,7 @@ def plan(source: str, **words: Any) -> None:
 @option("--refit/--no-refit", default=None, help="Closed-form refit of the output projection.")
 @option("--reconstruct/--no-reconstruct", default=None, help="Layer-local regression after merging.")
 @option("--fit", "fit", multiple=True, metavar="KEY=VALUE", help="How hard those two try, such as steps=300.")
-@option("--as", "as_", metavar="TYPE", help="Re-express as another architecture (default auto).")
+@as_
 @option("--attention", type=NAMES, metavar="KINDS", help="self, cross or self,cross, where a model has both.")
 @options(device, seed)
 @option("--max-shard-size", type=SIZE, help="Such as 5GB (default: the source's files).")

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -13,11 +14,12 @@ from typing import Any, ClassVar
 
 from .calibrated import WINDOW, Calibrated, CalibrationOptions, Stage, calibrate, convert_model
 from .checkpoint import MANIFEST, Checkpoint, open_checkpoint
-from .errors import CheckpointError, UnsupportedModelError, UsageError
+from .errors import CheckpointError, UnsupportedModelError
 from .inmemory import convert_state_dict
 from .modeling import modeling_file
 from .planning import ATTENTION, Groupings, Plan, SiteRewriter, plan_conversion
 from .reconstruct import ReconstructConfig
+from .reexpress import Reexpressed, as_architecture, carry_tokenizer, written
 from .results import Result
 from .twin import Check, check_twin
 from .verification import failed, verify_folder
@@ -45,7 +47,8 @@ class ConvertResult(Result):
         output: The folder written.
         num_kv_heads: `{"before": K, "after": G}`.
         method: Merging method used.
-        as_: `auto`; writing the result as another architecture is not available.
+        reexpression: `{"source_type": …, "target_type": …}` where the result has another architecture than
+            the source; empty where it has the same.
         attention: Kinds of decoder attention whose heads are shared.
         layers: Per attention module: path, grouping, residual, norm ratios, notes.
         verification: The checks made on the finished folder.
@@ -58,6 +61,7 @@ class ConvertResult(Result):
     output: str
     num_kv_heads: dict[str, int]
     method: str
+    reexpression: dict[str, str] = field(default_factory=dict)
     attention: list[str] = field(default_factory=list)
     layers: list[dict[str, Any]] = field(default_factory=list)
     verification: list[Check] = field(default_factory=list)
@@ -110,6 +114,8 @@ def convert(
         refit: Closed-form refit of each output projection; on with calibration text.
         reconstruct: Layer-local regression after that; on with calibration text.
         fit: How hard those two try.
+        as_: `auto` writes a model whose class cannot hold fewer KV heads as one that computes the same and
+            can; `none` never does; a model type writes it as that one.
         attention: Kinds of decoder attention to share (`self`, `cross`), of those the model has.
         device: Where the model runs for calibration.
         seed: For methods that draw numbers, and the order of calibration blocks.
@@ -131,23 +137,22 @@ def convert(
         >>> convert("llama-2-7b", "llama-2-7b-gqa8", groups=8).num_kv_heads  # doctest: +SKIP
         {'before': 32, 'after': 8}
     """
-    if as_ != "auto":
-        raise UsageError(f"{as_!r}: no architecture can be re-expressed", where="--as", fix="leave it out")
     out = Path(out)
-    checkpoint = open_checkpoint(source, revision)
-    check_output(checkpoint.path, out, force)
+    original = open_checkpoint(source, revision)
+    check_output(original.path, out, force)
+    seen = as_architecture(original, groups, as_)
     kinds = tuple(attention.split(",")) if isinstance(attention, str) else tuple(attention)
     plan = plan_conversion(
-        checkpoint.config,
-        checkpoint.shapes,
+        seen.config,
+        seen.shapes,
         groups,
         method=method or ("joint" if calibration or statistics else "mean"),
         groupings=groupings,
         seed=seed,
         attention=kinds,
     )
-    check_dtypes(plan, checkpoint)
-    check_space(out, checkpoint.nbytes)
+    check_dtypes(plan, seen)
+    check_space(out, seen.nbytes)
     options = CalibrationOptions(
         tuple(calibration),
         calibration_tokens,
@@ -163,17 +168,38 @@ def convert(
         trust_remote_code,
         stage,
     )
-    calibrated = calibrate(checkpoint, plan, options)
-    return _publish(str(source), out, checkpoint, calibrated, max_shard_size, force, progress)
+    with written(seen, out, trust_remote_code) if calibration else nullcontext(seen) as checkpoint:
+        calibrated = calibrate(checkpoint, plan, options)
+        job = _Job(str(source), original, seen, out, force, trust_remote_code)
+        return _publish(job, checkpoint, calibrated, max_shard_size, progress)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """From where to where.
+
+    Args:
+        source: As given.
+        original: The checkpoint there.
+        seen: The same, as the architecture of the result.
+        out: The folder to make.
+        force: Whether it may replace one of ours.
+        trust_remote_code: Consent to code of the source.
+    """
+
+    source: str
+    original: Checkpoint
+    seen: Checkpoint
+    out: Path
+    force: bool
+    trust_remote_code: bool
 
 
 def _publish(
-    source: str,
-    out: Path,
+    job: _Job,
     checkpoint: Checkpoint,
     calibrated: Calibrated,
     max_shard_size: int | None,
-    force: bool,
     progress: Callable[[int, int], None] | None,
 ) -> ConvertResult:
     """Stream the new checkpoint beside OUT, check it, and let it appear only if it holds."""
@@ -193,32 +219,44 @@ def _publish(
         if progress:
             progress(done, total)
 
-    with ThreadPoolExecutor(1) as pool, publish(out, force) as folder:
+    with ThreadPoolExecutor(1) as pool, publish(job.out, job.force) as folder:
         # Loading transformers and running the small twin takes seconds: they pass while bytes are copied.
         twin = pool.submit(check_twin, plan.config, plan.source)
         write_shards(checkpoint, shards, folder, advance)
-        copy_side_files(checkpoint, folder)
+        copy_side_files(job.original, folder)
         write_config(folder, plan)
         names = [name for shard in shards for name in shard.entries]
         oracles = twin.result()
-        checks = [*verify_folder(folder, expected=names), oracles]
+        checks = [*verify_folder(folder, expected=names), oracles, *_tokenizer_check(job, folder)]
         if broken := failed(checks):
             raise CheckpointError(
-                f"the result failed its check: {broken}", where=out, fix="nothing was published"
+                f"the result failed its check: {broken}", where=job.out, fix="nothing was published"
             )
         result = ConvertResult(
-            source,
-            str(out),
+            job.source,
+            str(job.out),
             dict(zip(("before", "after"), plan.num_kv_heads, strict=True)),
             plan.method,
+            job.seen.found.summary if isinstance(job.seen, Reexpressed) else {},
             list(plan.attention),
             [r.report for r in rewriters if r.report],
             checks,
-            [*plan.warnings, *calibrated.warnings, *_pooling_warnings(rewriters)],
+            [*plan.warnings, *_notes(job.seen), *calibrated.warnings, *_pooling_warnings(rewriters)],
             calibrated.about,
         )
-        write_manifest(folder, result, checkpoint, plan)
+        write_manifest(folder, result, job.original, plan)
     return result
+
+
+def _notes(seen: Checkpoint) -> list[str]:
+    return [seen.found.sentence, *seen.found.notes] if isinstance(seen, Reexpressed) else []
+
+
+def _tokenizer_check(job: _Job, folder: Path) -> list[Check]:
+    """Under another model type the tokenizer must read as before."""
+    if not isinstance(job.seen, Reexpressed):
+        return []
+    return [Check("tokenizer", *carry_tokenizer(job.original.path, folder, job.trust_remote_code))]
 
 
 def write_config(folder: Path, plan: Plan) -> None:

@@ -256,7 +256,7 @@ def _notes(
     if target is not None and target.note:
         notes.append(target.note)
     if groups == before:
-        notes.append(f"the model already has {groups} KV heads: the output is a verified copy")
+        notes.append(f"the model already has {groups} KV heads: none are shared")
     if ("pretraining_tp",) in changes:
         notes.append("pretraining_tp is set to 1: sliced projections would count the wrong heads")
     keys = () if spec.variants else spec.kv_heads_keys

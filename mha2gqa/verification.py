@@ -16,6 +16,7 @@ from .checkpoint import MANIFEST, Checkpoint, open_checkpoint, read_json
 from .errors import Mha2gqaError
 from .merging import MERGERS, MergeContext
 from .modeling import exported_class, find_export, modeling_file
+from .reexpress import as_architecture
 from .results import Result
 from .twin import Check, check_twin, model_class, quiet
 
@@ -133,6 +134,8 @@ def _loads(checkpoint: Checkpoint) -> Check:
 def _against(checkpoint: Checkpoint, source: Checkpoint) -> Check:
     """Unchanged tensors are byte-equal to the source's; mean and first are recomputed."""
     manifest = read_json(checkpoint.path / MANIFEST)
+    as_ = manifest.get("reexpression", {}).get("target_type", "none")
+    source = as_architecture(source, manifest["num_kv_heads"]["after"], as_)
     spec, sites = find_spec(source.config), find_sites(find_spec(source.config), source.tensors)
     touched = {name for site in sites for name in site.names.values()}
     wrong = [n for n in source.tensors if n not in touched and not _same(source.read(n), checkpoint.read(n))]

@@ -133,7 +133,7 @@ def _write_shard(
     text += b" " * (-len(text) % _ALIGNMENT)
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
-        for run in _runs(checkpoint, ordered):
+        for run in _runs(ordered):
             if isinstance(run, tuple):
                 written = _copy_range(checkpoint.path / run[0], run[1], run[2], file)
             else:
@@ -144,13 +144,11 @@ def _write_shard(
         os.fsync(file.fileno())
 
 
-def _runs(
-    checkpoint: Checkpoint, ordered: Sequence[tuple[str, TensorInfo | NewTensor]]
-) -> Iterator[str | tuple[str, int, int]]:
+def _runs(ordered: Sequence[tuple[str, TensorInfo | NewTensor]]) -> Iterator[str | tuple[str, int, int]]:
     """Names to write one by one, or `(file, begin, end)` for neighbours copied in one piece."""
     pending: tuple[str, int, int] | None = None
     for name, entry in ordered:
-        if isinstance(entry, NewTensor) or checkpoint.is_bin:
+        if isinstance(entry, NewTensor) or not entry.plain:
             if pending:
                 yield pending
             pending = None

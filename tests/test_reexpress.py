@@ -52,9 +52,9 @@ STOCK: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "gptj": ("GPTJ", GPTJ, "auto", "phi"),
     "gptj-all-rotary": ("GPTJ", {**GPTJ, "rotary_dim": 8}, "phi", "phi"),
     "codegen": ("CodeGen", GPTJ, "auto", "phi"),
-    "gpt2": ("GPT2", GPT2, "auto", "gpt_bigcode"),
+    "gpt2": ("GPT2", GPT2, "gpt_bigcode", "gpt_bigcode"),
     "gpt2-untied": ("GPT2", {**GPT2, "tie_word_embeddings": False}, "gpt_bigcode", "gpt_bigcode"),
-    "opt": ("OPT", OPT, "auto", "gpt_bigcode"),
+    "opt": ("OPT", OPT, "gpt_bigcode", "gpt_bigcode"),
     "falcon": ("Falcon", FALCON, "falcon", "falcon"),
 }
 
@@ -93,7 +93,7 @@ def test_logits_stay_with_all_kv_heads(name: str, tmp_path: Path) -> None:
     found = reexpress.plan(checkpoint.config, checkpoint.tensors, None, as_)
     assert found is not None and found.target_type == target
     (tmp_path / "out").mkdir()
-    reexpress.write(checkpoint, found, tmp_path / "out")
+    reexpress.write(reexpress.Reexpressed(checkpoint, found), tmp_path / "out")
     result = load_complete(_class("", target), tmp_path / "out")
 
     ids = torch.randint(3, 90, (2, 12), generator=torch.Generator().manual_seed(1))
@@ -124,10 +124,10 @@ def test_logits_stay_with_all_kv_heads(name: str, tmp_path: Path) -> None:
 def test_shapes_are_known_without_reading(name: str, tmp_path: Path) -> None:
     _source(name, tmp_path / "source")
     checkpoint = open_checkpoint(tmp_path / "source")
-    found = reexpress.plan(checkpoint.config, checkpoint.tensors)
+    found = reexpress.plan(checkpoint.config, checkpoint.tensors, 1)
     assert found is not None
     (tmp_path / "out").mkdir()
-    reexpress.write(checkpoint, found, tmp_path / "out")
+    reexpress.write(reexpress.Reexpressed(checkpoint, found), tmp_path / "out")
     assert reexpress.shapes_of(found, checkpoint.shapes) == open_checkpoint(tmp_path / "out").shapes
 
 
@@ -154,7 +154,9 @@ def test_routes_that_do_not_exist_are_refused_with_those_that_do() -> None:
     assert reexpress.plan(neox, [], 2, "gpt_neox") is None
     with pytest.raises(UsageError, match="holds all KV heads or one; use --groups 1"):
         reexpress.plan({"model_type": "gpt2", "n_head": 8}, [], 2, "gpt_bigcode")
-    assert reexpress.plan({"model_type": "gpt2", "n_head": 8}, [], 2) is None
+    for groups in (2, 8, None):  # what can stay what it is does so
+        assert reexpress.plan({"model_type": "gpt2", "n_head": 8}, [], groups) is None
+    assert reexpress.plan(neox, [], 2, "none") is None
     assert reexpress.plan({"model_type": "llama"}, [], 2) is None
     assert reexpress.plan({"model_type": "baichuan"}, [], 2) is None, "remote code only where asked for"
 
@@ -221,7 +223,7 @@ def _check_remote(
     found = reexpress.plan(checkpoint.config, checkpoint.tensors, 2, as_)
     assert found is not None and "auto_map" not in found.config
     (tmp_path / "out").mkdir()
-    reexpress.write(checkpoint, found, tmp_path / "out")
+    reexpress.write(reexpress.Reexpressed(checkpoint, found), tmp_path / "out")
     ids = torch.randint(3, 90, (2, 12), generator=torch.Generator().manual_seed(1))
     result = load_complete(type(model), tmp_path / "out")
     assert (_logits(result, ids) - _logits(model, ids)).abs().max() < 1e-5

@@ -24,7 +24,7 @@ FALCON_CACHE = (
 _ONE_KV_HEAD = Target("blocks", {"multi_query": True})
 
 
-def falcon(config: Mapping[str, Any], as_falcon: bool = False) -> AttentionSpec:
+def falcon(config: Mapping[str, Any]) -> AttentionSpec:
     """The spec of one of Falcon's three layouts.
 
     Old models hold all heads (one `[q; k; v]` after the other) or one KV head (`multi_query`), whatever
@@ -32,7 +32,6 @@ def falcon(config: Mapping[str, Any], as_falcon: bool = False) -> AttentionSpec:
 
     Args:
         config: The whole raw config.
-        as_falcon: Whether an old model may be written in the new architecture to hold 1 < G < H.
     """
     alibi = bool(config.get("alibi"))
     spec = replace(
@@ -50,14 +49,11 @@ def falcon(config: Mapping[str, Any], as_falcon: bool = False) -> AttentionSpec:
         return replace(
             spec, refused_gqa="with parallel_attn false Falcon can hold all KV heads or one, nothing between"
         )
-    if not as_falcon:
-        return replace(
-            spec,
-            refused_gqa="only Falcon's new_decoder_architecture holds that many KV heads, and it caches every "
-            "query head all the same",
-        )
-    new = {"new_decoder_architecture": True, "num_ln_in_parallel_attn": 1}
-    return replace(spec, gqa=Target("per_group", new, FALCON_CACHE, kv_heads_key="num_kv_heads"))
+    return replace(
+        spec,
+        refused_gqa="only Falcon's new_decoder_architecture holds that many KV heads (--as falcon writes it so), and "
+        "it caches every query head all the same",
+    )
 
 
 def gpt_bigcode(config: Mapping[str, Any]) -> AttentionSpec:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from .exported import EXPORTED, STOCK
+from .reexpressed import REEXPRESSED
 from .refusals import REFUSED
 from .registry import BY_FLAGS, SUPPORTED
 from .wrappers import TEXT_PARTS, WRAPPERS
@@ -34,8 +35,10 @@ def list_architectures() -> dict[str, list[dict[str, str]]]:
     Returns:
         `supported` (`model_type`; `proven`: `forward` where a pico model was built with the real class,
         converted and run, `meta` where names and shapes were held against the class; `code` where the
-        result travels with modelling code), `reexpressed` (`model_type`, `as`), `refused` (`model_type`,
-        `reason`); each sorted by model type.
+        result travels with modelling code), `reexpressed` (`model_type`, `as`; `groups` it can reach, `any` or
+        `1`; `option` that `convert` needs; `when`: what must hold of the model; `proven`: `forward`, or
+        `layout` where the source's class is not in transformers), `refused` (`model_type`, `reason`); each
+        sorted by model type.
 
     Example:
         >>> [a for a in list_architectures()["refused"] if a["model_type"] == "mamba"][0]["reason"][:13]
@@ -49,4 +52,20 @@ def list_architectures() -> dict[str, list[dict[str, str]]]:
             entry["code"] = f"gqa_{name}"
         supported.append(entry)
     refused = [{"model_type": name, "reason": REFUSED[name]} for name in sorted(REFUSED)]
-    return {"supported": supported, "reexpressed": [], "refused": refused}
+    return {"supported": supported, "reexpressed": reexpressed_rows(), "refused": refused}
+
+
+def reexpressed_rows() -> list[dict[str, str]]:
+    """Every route to another architecture."""
+    return [
+        {
+            "model_type": name,
+            "as": route.target,
+            "groups": "1" if route.only_mqa else "any",
+            "option": "--as auto" if route.auto else f"--as {route.target}",
+            "when": route.when,
+            "proven": route.proven,
+        }
+        for name in sorted(REEXPRESSED)
+        for route in REEXPRESSED[name]
+    ]

@@ -10,6 +10,7 @@ from ..errors import CheckpointError, UnsupportedModelError
 from . import table, wrappers
 from .exported import EXPORTED
 from .flags import falcon, gpt_bigcode
+from .reexpressed import REEXPRESSED
 from .refusals import REFUSED
 from .spec import AttentionSpec
 from .table import DECODERS
@@ -18,6 +19,8 @@ from .wrappers import ENCODER_DECODERS, FLAT, TEXT_PARTS, TEXT_PREFIXES, WRAPPER
 BY_FLAGS = {"falcon": falcon, "gpt_bigcode": gpt_bigcode}
 RULES = {**table.RULES, **wrappers.RULES}
 SUPPORTED: dict[str, AttentionSpec] = {**EXPORTED, **DECODERS, **TEXT_PARTS, **ENCODER_DECODERS, **FLAT}
+
+SUPPORTED_TYPES = SUPPORTED.keys() | BY_FLAGS.keys() | WRAPPERS.keys()
 
 
 def find_spec(config: Mapping[str, Any]) -> AttentionSpec:
@@ -80,9 +83,24 @@ def _apply_rules(spec: AttentionSpec, config: Mapping[str, Any], text_type: str,
     return replace(spec, text_type=text_type)
 
 
+def _only_as_another(model_type: str, where: str) -> UnsupportedModelError:
+    """What `convert` would have to be told for a type that cannot stay what it is."""
+    routes = REEXPRESSED[model_type]
+    targets = " or ".join(dict.fromkeys(route.target for route in routes))
+    if not any(route.auto for route in routes):
+        what, fix = "its own code cannot hold fewer KV heads", f"--as {targets} writes it as that stock class"
+    else:
+        what = "its transformers class ignores num_key_value_heads"
+        few = "--groups 1 and " if all(route.only_mqa for route in routes) else ""
+        fix = f"convert with {few}--as auto writes it as {targets}, which computes the same"
+    return UnsupportedModelError(what, where=where, fix=fix)
+
+
 def _unsupported(config: Mapping[str, Any], model_type: str, where: str) -> UnsupportedModelError:
     if model_type in REFUSED:
         return UnsupportedModelError(REFUSED[model_type], where=where, fix="`mha2gqa archs` lists all")
+    if model_type in REEXPRESSED:
+        return _only_as_another(model_type, where)
     remote = " (its code comes with the checkpoint)" if "auto_map" in config else ""
     return UnsupportedModelError(
         f"this architecture is not in the table{remote}",

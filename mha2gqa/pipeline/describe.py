@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ..checkpoint import Checkpoint, itemsize, read_json
 from ..errors import CheckpointError, UnsupportedModelError
 from ..loading import load_config_json
+from ..reexpress import Reexpression, shapes_of
+from ..reexpress import plan as plan_reexpression
 
 _DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "float64": "F64"}
 
@@ -27,6 +29,7 @@ class Description:
         exact: True where shapes come from the files, False where from an empty model built from the config.
         largest: Bytes of the largest tensor.
         shard: Bytes of the largest weight file, 0 where unknown.
+        found: How it is written as another architecture, where it is.
     """
 
     source: str
@@ -35,6 +38,16 @@ class Description:
     dtypes: Mapping[str, str]
     exact: bool
     shard: int = 0
+    found: Reexpression | None = None
+
+    def reexpressed(self, groups: int | None, as_: str) -> Description:
+        """The model in the architecture that `convert` would write it in for `groups` KV heads."""
+        found = plan_reexpression(self.config, self.shapes, groups, as_)
+        if found is None:
+            return self
+        dtypes = {name: self.dtypes[recipe.sources[0]] for name, recipe in found.recipes.items()}
+        shapes = shapes_of(found, self.shapes)
+        return replace(self, config=found.config, shapes=shapes, dtypes=dtypes, found=found)
 
     def nbytes(self, name: str, shape: tuple[int, ...] | None = None) -> int:
         """Bytes of a tensor, or of one of another shape in its dtype."""

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ..architectures import find_spec, valid_groups
+from ..architectures import AttentionSpec, Geometry, find_spec, valid_groups
+from ..evaluation.setup import context_length
 from ..kv_cache import decode_step_bytes, kv_bytes, kv_bytes_per_token, max_batch
 from ..planning import Plan, plan_conversion, plan_sites, site_changes
 from ..results import Result
@@ -28,6 +29,10 @@ class PlanResult(Result):
     Args:
         source: As given.
         model_type: From the config.
+        result_type: Model type of the result: another where the source is re-expressed or its result travels
+            with modelling code.
+        reexpression: `{"source_type": …, "target_type": …}` where the result is re-expressed; else empty.
+        trust_remote_code: Whether loading the result in transformers needs `trust_remote_code=True`.
         groups: The G that the figures `after` are for.
         layers: Attention modules that change.
         num_heads: Query heads.
@@ -37,7 +42,7 @@ class PlanResult(Result):
         bytes: Of all tensors, `before` and `after`.
         parameters: Counts `before` and `after`.
         kv_bytes_per_token: `before` and `after`.
-        options: For each valid G: size of the checkpoint and of the cache.
+        options: For each valid G: size of the checkpoint and of the cache, and the result's model type.
         decode: KV bytes and the tokens/s that memory bandwidth allows, at `batch` × `context`.
         conversion: `disk_bytes`, `memory_bytes`, `seconds` (estimates).
         memory: Device bytes of weights, gradients and optimizer for each parameter set of `uptrain`.
@@ -49,6 +54,9 @@ class PlanResult(Result):
     command: ClassVar[str] = "plan"
     source: str
     model_type: str
+    result_type: str
+    reexpression: dict[str, str]
+    trust_remote_code: bool
     groups: int
     layers: int
     num_heads: int
@@ -71,6 +79,7 @@ def plan(
     source: str | Path,
     *,
     groups: int | None = None,
+    as_: str = "auto",
     tp: int = 1,
     batch: int = 1,
     context: int | None = None,
@@ -83,6 +92,7 @@ def plan(
     Args:
         source: Checkpoint folder, folder with only a config, config file, or hub id.
         groups: KV heads G; by default a quarter of the current number.
+        as_: As `convert` has it: which architecture the result is written in.
         tp: Tensor-parallel ranks the result will be served on.
         batch, context: Sequences and tokens of the decoding situation; context defaults to the model's.
         gpu_memory: Bytes of one device.
@@ -95,19 +105,22 @@ def plan(
     Raises:
         UnsupportedModelError, UsageError, CheckpointError: As `convert` would.
     """
-    model = describe(source, revision)
-    spec = find_spec(model.config)
-    geometries = [geometry for _, geometry in plan_sites(spec, model.config, model.shapes)]
+    described = describe(source, revision)
+    spec, geometries = _attention(described.reexpressed(None, as_))
     before, num_heads = max(g.num_kv_heads for g in geometries), geometries[0].num_heads
     possible = valid_groups(before, spec)
     wanted = suggested(possible, before, tp) if groups is None else groups
+    model = described.reexpressed(wanted, as_)
     chosen = plan_conversion(model.config, model.shapes, wanted)
-    context = context or int(_text(model.config).get("max_position_embeddings") or 4096)
-    options = [_option(model, g, batch, context, gpu_memory) for g in possible]
+    context = context or context_length(described.config) or 4096
+    options = [_option(described.reexpressed(g, as_), g, batch, context, gpu_memory) for g in possible]
     now, then = (next(o for o in options if o["groups"] == g) for g in (before, wanted))
     return PlanResult(
         source=str(source),
-        model_type=str(model.config["model_type"]),
+        model_type=str(described.config["model_type"]),
+        result_type=str(chosen.config["model_type"]),
+        reexpression=model.found.summary if model.found else {},
+        trust_remote_code=chosen.export is not None,
         groups=wanted,
         layers=sum(not site.kept for site in chosen.sites),
         num_heads=num_heads,
@@ -122,10 +135,20 @@ def plan(
         conversion=_conversion(model, then["bytes"]),
         memory=training_memory(model, chosen, gpu_memory),
         exact=model.exact,
-        warnings=[*chosen.warnings, *parallel_warnings(wanted, num_heads, tp)],
+        warnings=[
+            *(model.found.notes if model.found else ()),
+            *chosen.warnings,
+            *parallel_warnings(wanted, num_heads, tp),
+        ],
         recommended=f"mha2gqa convert {source} {Path(str(source)).name}-gqa{wanted} --groups {wanted} "
-        "--calibration TEXT.jsonl",
+        f"--calibration TEXT.jsonl{'' if as_ == 'auto' else f' --as {as_}'}",
     )
+
+
+def _attention(model: Description) -> tuple[AttentionSpec, list[Geometry]]:
+    """The model's entry in the table and its attention modules."""
+    spec = find_spec(model.config)
+    return spec, [geometry for _, geometry in plan_sites(spec, model.config, model.shapes)]
 
 
 def suggested(possible: list[int], before: int, tp: int) -> int:
@@ -170,6 +193,7 @@ def _option(model: Description, groups: int, batch: int, context: int, gpu_memor
     sizes = {"context": context, "weight_bytes": nbytes}
     return {
         "groups": groups,
+        "model_type": config["model_type"],
         "group_size": decided.num_kv_heads[0] // groups,
         "bytes": nbytes,
         "parameters": sum(math.prod(shape) for shape in shapes.values()),
@@ -237,8 +261,3 @@ def training_memory(model: Description, decided: Plan, gpu_memory: float) -> dic
         fits = next((n for n in (1, 2, 4, 8) if need / n <= 0.75 * gpu_memory), 0)
         sets[name] = {"trained_parameters": number, "bytes": need, "without_teacher": state, "gpus": fits}
     return {"gpu_memory": gpu_memory, "teacher_bytes": teacher, "sets": sets}
-
-
-def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    nested = config.get("text_config")
-    return nested if isinstance(nested, Mapping) else config

@@ -10,7 +10,7 @@ from ..errors import UsageError
 from ..evaluation.setup import context_length
 from ..recipe import Recipe, parse_size
 from ..recipe.sections import Method
-from ..report import FORMATS, hub_name, human_bytes, significant
+from ..report import FORMATS, becomes, hub_name, human_bytes, significant
 from ..uptraining import Budget, UptrainConfig, plan_budget
 from .builtin import PREFIX, TEXTS, resolve_model
 from .plan import PlanResult, plan
@@ -31,7 +31,13 @@ def rehearse(recipe: Recipe) -> tuple[list[dict[str, Any]], list[str]]:
     source, notices = resolve_model(recipe.source), []
     stages: list[dict[str, Any]] = []
     for groups in recipe.sweep.groups if recipe.sweep and recipe.sweep.groups else [recipe.convert.groups]:
-        found = plan(source, groups=groups, batch=recipe.report.batch, context=recipe.report.context)
+        found = plan(
+            source,
+            groups=groups,
+            as_=recipe.convert.as_ or "auto",
+            batch=recipe.report.batch,
+            context=recipe.report.context,
+        )
         notices += found.warnings
         stages.append(_planned("convert", _convert_detail(recipe, found)))
     _check_convert(recipe)
@@ -68,7 +74,7 @@ def _convert_detail(recipe: Recipe, found: PlanResult) -> str:
         method = ", ".join(recipe.sweep.methods)
     ratio = kv["before"] / kv["after"] if kv["after"] else 1.0
     return (
-        f"{found.model_type}, {heads['before']} KV heads -> {heads['after']}, method {method}; "
+        f"{becomes(found.model_type, found.result_type)}, {heads['before']} KV heads -> {heads['after']}, method {method}; "
         f"KV cache {human_bytes(kv['before'])} -> {human_bytes(kv['after'])} a token ({significant(ratio)}× smaller); "
         f"writes {human_bytes(found.bytes['after'])}"
     )

@@ -66,7 +66,7 @@ class ConvertRecipe(Section):
         grouping: `neighbours`, `search`, or a file with one partition per layer.
         refit, reconstruct: Stages after merging.
         fit: How hard those try.
-        as_: `auto`, or the model_type to re-express the source as (`as` in YAML).
+        as_: `auto`, `none`, or the model_type to write the source as (`as` in YAML).
         attention: Kinds of attention to convert, of those the model has (`[self, cross]`).
         device, seed, max_shard_size, revision: As on the command line.
     """

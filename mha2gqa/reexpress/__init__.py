@@ -2,30 +2,23 @@
 
 `plan` decides from config and tensor names alone and returns a `Reexpression`: the new raw config, and for
 every tensor of the result which source tensors it is made of and how. The number of KV heads stays; the
-result's own entry in the table does the sharing. `written` puts it into a folder of its own, tensor by
-tensor, so that whatever follows (conversion, calibration, verification) sees a plain checkpoint.
+result's own entry in the table does the sharing. `Reexpressed` is the source seen that way: a checkpoint like
+any other to whatever reads it. `written` puts it into a folder, for what must load it as a model.
 """
 
 from __future__ import annotations
 
-import json
-import shutil
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import partial
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from ..architectures.reexpressed import REEXPRESSED, Route
-from ..checkpoint import Checkpoint, open_checkpoint
+from ..architectures.registry import SUPPORTED_TYPES
+from ..checkpoint import Checkpoint
 from ..errors import UnsupportedModelError, UsageError
-from ..writer import NewTensor, check_space, copy_side_files, plan_shards, write_shards, write_text
 from . import bigcode, gptj, neox, remote
-from .base import Recipe, Reexpression, copied
+from .base import Recipe, Reexpression
+from .tokenizer import carry_tokenizer
+from .view import Reexpressed, shapes_of, write, written
 
 _ROUTES: dict[tuple[str, str], Callable[[Mapping[str, Any], Iterable[str]], Reexpression]] = {
     ("gpt_neox", "phi"): neox.gpt_neox,
@@ -51,8 +44,9 @@ def plan(
     Args:
         config: Raw config of the source.
         names: All its tensor names.
-        groups: KV heads to reach: some targets hold all or one, nothing between.
-        as_: `auto` (or None), or a model type; the source's own type stands for no re-expression.
+        groups: KV heads to reach: some targets hold all or one, nothing between. None leaves it open.
+        as_: `auto` (or None), `none`, or a model type; the source's own type stands for none, too, where no
+            route leads from it to itself.
 
     Raises:
         UsageError: `as_` is no route from this architecture, or none to `groups` KV heads.
@@ -62,25 +56,46 @@ def plan(
     model_type = str(config.get("model_type"))
     routes = REEXPRESSED.get(model_type, ())
     heads = config.get("num_attention_heads", config.get("n_head"))
+    if as_ == "none":
+        return None
     possible = [r for r in routes if not r.only_mqa or groups in (None, 1, heads)]
     if as_ in (None, "auto"):
-        return _first_fitting(config, names, [r for r in possible if r.auto])
+        # What can stay what it is does so unless one KV head is asked for.
+        needed = [r for r in possible if not r.only_mqa or groups == 1 or model_type not in SUPPORTED_TYPES]
+        return _first_fitting(config, names, [r for r in needed if r.auto])
     chosen = [r for r in routes if r.target == as_]
     if not chosen:
         if as_ == model_type:
             return None
-        known = ", ".join(sorted({r.target for r in routes})) or "nothing else"
+        known = ", ".join(sorted({r.target for r in routes}))
         raise UsageError(
-            f"{model_type} cannot be written as {as_}", where="--as", fix=f"it can be written as {known}"
+            f"{model_type} cannot be written as {as_}",
+            where="--as",
+            fix=f"it can be written as {known}" if known else "leave it out",
         )
     if chosen[0] not in possible:
-        raise UsageError(f"{as_} holds all KV heads or one", where="--groups", fix="use --groups 1")
+        raise UsageError(
+            f"{as_} holds all KV heads or one", where="--groups", fix="use --groups 1, or --as auto"
+        )
     found = _ROUTES[model_type, chosen[0].target](config, names)
     if found.target_type != as_:
         raise UsageError(
             f"this {model_type} can only be written as {found.target_type}", where="--as", fix="use --as auto"
         )
     return found
+
+
+def as_architecture(
+    checkpoint: Checkpoint, groups: int | None = None, as_: str | None = "auto"
+) -> Checkpoint:
+    """The checkpoint as the architecture it is converted in: itself, or `Reexpressed`.
+
+    Args:
+        checkpoint: The source.
+        groups, as_: As in `plan`, which says what is raised.
+    """
+    found = plan(checkpoint.config, checkpoint.tensors, groups, as_)
+    return checkpoint if found is None else Reexpressed(checkpoint, found)
 
 
 def _first_fitting(
@@ -96,54 +111,14 @@ def _first_fitting(
     return None
 
 
-def shapes_of(found: Reexpression, shapes: Mapping[str, Iterable[int]]) -> dict[str, tuple[int, ...]]:
-    """Shape of every tensor of the result, from those of the source; nothing is read."""
-
-    def meta(recipe: Recipe) -> Tensor:
-        return recipe.make(*(torch.empty(tuple(shapes[s]), device="meta") for s in recipe.sources))
-
-    return {name: tuple(meta(recipe).shape) for name, recipe in found.recipes.items()}
-
-
-@contextmanager
-def written(checkpoint: Checkpoint, found: Reexpression | None, beside: Path) -> Iterator[Checkpoint]:
-    """The re-expressed checkpoint in a temporary folder, gone when the block ends.
-
-    Args:
-        checkpoint: The source.
-        found: From `plan`; None hands the source itself through.
-        beside: The folder stands beside this path, on the same disk.
-    """
-    if found is None:
-        yield checkpoint
-        return
-    check_space(beside, 2 * checkpoint.nbytes)
-    beside.parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=f"{beside.name}.partial-{found.target_type}-", dir=beside.parent))
-    try:
-        write(checkpoint, found, folder)
-        yield open_checkpoint(folder)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def write(checkpoint: Checkpoint, found: Reexpression, folder: Path) -> None:
-    """Write the re-expressed checkpoint into an existing folder, tensor by tensor."""
-
-    def make(recipe: Recipe) -> Tensor:
-        return recipe.make(*(checkpoint.read(name) for name in recipe.sources)).contiguous()
-
-    shapes = shapes_of(found, checkpoint.shapes)
-    new = {
-        name: NewTensor(checkpoint.tensors[recipe.sources[0]].dtype, shapes[name], partial(make, recipe))
-        for name, recipe in found.recipes.items()
-        if recipe.make is not copied or recipe.sources != (name,)
-    }
-    dropped = [name for name in checkpoint.tensors if name not in found.recipes]
-    size = 5 * 10**9 if len(checkpoint.files) > 1 else None  # names move, so the files are laid out anew
-    write_shards(checkpoint, plan_shards(checkpoint, new, dropped, size), folder)
-    copy_side_files(checkpoint, folder)
-    write_text(folder / "config.json", json.dumps(found.config, indent=2, ensure_ascii=False) + "\n")
-
-
-__all__ = ["Recipe", "Reexpression", "plan", "shapes_of", "write", "written"]
+__all__ = [
+    "Recipe",
+    "Reexpressed",
+    "Reexpression",
+    "as_architecture",
+    "carry_tokenizer",
+    "plan",
+    "shapes_of",
+    "write",
+    "written",
+]

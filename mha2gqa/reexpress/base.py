@@ -43,6 +43,21 @@ class Reexpression:
     recipes: Mapping[str, Recipe] = field(hash=False)
     notes: tuple[str, ...] = ()
 
+    @property
+    def summary(self) -> dict[str, str]:
+        """Both types, for results and manifests."""
+        return {"source_type": self.source_type, "target_type": self.target_type}
+
+    @property
+    def sentence(self) -> str:
+        """What happens, for the user."""
+        if self.source_type == self.target_type:
+            return f"written in the form of {self.target_type} that holds fewer KV heads"
+        return (
+            f"{self.source_type} has no KV-head count in transformers: written as {self.target_type}, a stock class "
+            "that computes the same"
+        )
+
 
 # Names that carry no weights: causal masks and RoPE tables.
 BUFFERS = r".*\.(attn|attention|self_attn)\.(bias|masked_bias|causal_mask|rotary_emb\.inv_freq)"

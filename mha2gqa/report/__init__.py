@@ -9,7 +9,7 @@ from pathlib import Path
 from ..errors import UsageError
 from ..results import jsonable
 from .card import front_matter, hub_name, markdown, model_card
-from .content import COLUMNS, Report, headline, limits, model_rows, tiles
+from .content import COLUMNS, Report, becomes, headline, limits, model_rows, tiles
 from .grids import standalone, sweep_pictures
 from .page import html_page
 from .tables import human_bytes, human_count, markdown_table, significant, text_table
@@ -18,6 +18,7 @@ __all__ = [
     "COLUMNS",
     "FORMATS",
     "Report",
+    "becomes",
     "front_matter",
     "headline",
     "html_page",

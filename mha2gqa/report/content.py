@@ -108,6 +108,11 @@ def compare(row: Row, original: Row) -> str:
     return f"{ratio_text(row.get('bits_per_byte'), original.get('bits_per_byte'))} (bits/byte)"
 
 
+def becomes(model_type: str, result_type: str) -> str:
+    """A model type, and the one the result has where it is another."""
+    return model_type if model_type == result_type else f"{model_type} -> {result_type}"
+
+
 def differences(models: Sequence[Row]) -> list[str]:
     """One sentence for each model that was compared with another unit by unit."""
     found = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from .content import COLUMNS, differences, model_rows, scoring
+from .content import COLUMNS, becomes, differences, model_rows, scoring
 from .tables import Column, box_size, fixed, human_bytes, human_count, significant, text_table
 
 Data = Mapping[str, Any]
@@ -26,7 +26,8 @@ def render(data: Data) -> str:
 def _plan(data: Data) -> str:
     kv, decode = data["num_kv_heads"], data["decode"]
     lines = [
-        f"{data['source']}: {data['model_type']}, {data['layers']} attention layers to change, "
+        f"{data['source']}: {_result_type(data)}",
+        f"{data['layers']} attention layers to change, "
         f"{data['num_heads']} query heads of {data['head_dim']}, {kv['before']} KV heads -> {kv['after']} "
         f"(groups of {kv['before'] // kv['after']})",
         "",
@@ -49,10 +50,21 @@ def _plan(data: Data) -> str:
     return "\n".join([*lines, *_notes(data), "", f"Next: {data['recommended']}"])
 
 
+def _result_type(data: Data) -> str:
+    """What the model becomes, and what loading the result takes."""
+    kinds = becomes(data["model_type"], data["result_type"])
+    if data["trust_remote_code"]:
+        return f"{kinds}: modelling code travels with the result, which loads with trust_remote_code=True"
+    same = ", which computes the same" if data["reexpression"] else ""
+    return f"{kinds}{same}; the result loads without trust_remote_code"
+
+
 def _options_table(data: Data) -> str:
     columns: list[Column] = [("G", ">"), ("heads/group", ">"), ("parameters", ">"), ("checkpoint", ">")]
     columns += [("KV/token", ">"), ("KV cache", ">"), ("sequences", ">"), ("which", "<")]
     marks = {data["num_kv_heads"]["before"]: "now", data["groups"]: "chosen"}
+    several = len({o["model_type"] for o in data["options"]}) > 1
+    columns += [("as", "<")] if several else []
     rows = [
         [
             str(o["groups"]),
@@ -63,6 +75,7 @@ def _options_table(data: Data) -> str:
             human_bytes(o["kv_bytes"]),
             str(o["max_batch"]),
             marks.get(o["groups"], ""),
+            *([o["model_type"]] if several else []),
         ]
         for o in data["options"]
     ]
@@ -97,8 +110,11 @@ def _change(pair: Data, form: Callable[[Any], str] = human_bytes) -> str:
 
 def _convert(data: Data) -> str:
     kv = data["num_kv_heads"]
+    types = data.get("reexpression")
+    kinds = f"{becomes(types['source_type'], types['target_type'])}, " if types else ""
     lines = [
-        f"{data['source']} -> {data['output']}: {kv['before']} KV heads -> {kv['after']}, method {data['method']}"
+        f"{data['source']} -> {data['output']}: {kinds}{kv['before']} KV heads -> {kv['after']}, "
+        f"method {data['method']}"
     ]
     if data["layers"]:
         lines += ["", _layers_table(data["layers"])]
@@ -206,17 +222,25 @@ def _checks(checks: Sequence[Data]) -> str:
 
 def _archs(data: Data) -> str:
     supported = [[row["model_type"], str(row.get("proven", ""))] for row in data["supported"]]
-    again = [[row["model_type"], f"as {row['as']}"] for row in data["reexpressed"]]
+    again = [[row["model_type"], _route(row)] for row in data["reexpressed"]]
     refused = [[row["model_type"], row["reason"]] for row in data["refused"]]
     return "\n\n".join(
         text_table([(title, "<"), (second, "<")], rows)
         for title, second, rows in (
             (f"supported ({len(supported)})", "proven", supported),
-            (f"re-expressed ({len(again)})", "", again),
+            (f"re-expressed ({len(again)})", "as", again),
             (f"refused ({len(refused)})", "because", refused),
         )
         if rows
     )
+
+
+def _route(row: Data) -> str:
+    """Where to, and under what conditions."""
+    few = "for G = 1" if row["groups"] == "1" else ""
+    named = row["option"] if row["option"] != "--as auto" else ""
+    conditions = ", ".join(filter(None, (few, row["when"], named and f"only with {named}")))
+    return f"{row['as']} ({conditions})" if conditions else str(row["as"])
 
 
 def _bench(data: Data) -> str:

@@ -16,6 +16,7 @@ from .clitools import (
     emit,
     fit_words,
     given,
+    given_once,
     option,
     options,
     progress_bar,
@@ -193,7 +194,7 @@ def uptrain(model: str, out: str, data: tuple[str, ...], overrides: tuple[str, .
     further = training_words(overrides)
     from .uptraining import uptrain as call
 
-    emit(call(model, out, list(data), **given(words), **further))
+    emit(call(model, out, list(data), **given_once(given(words), further)))
 
 
 @cli.command()

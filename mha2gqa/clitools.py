@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from .errors import Mha2gqaError
+from .errors import Mha2gqaError, UsageError
 from .recipe import parse_count, parse_size
 
 if TYPE_CHECKING:
@@ -123,6 +123,19 @@ def training_words(overrides: Sequence[str]) -> dict[str, Any]:
 
     section = recipe_from_overrides([f"uptrain.{text}" for text in overrides]).uptrain
     return {} if section is None else section.options()
+
+
+def given_once(options: dict[str, Any], further: dict[str, Any]) -> dict[str, Any]:
+    """Options and `--set` words together.
+
+    Raises:
+        UsageError: A word is given in both ways.
+    """
+    for name in options.keys() & further.keys():
+        raise UsageError(
+            f"is given as --{name.replace('_', '-')} too", where=f"--set {name}", fix="leave one out"
+        )
+    return options | further
 
 
 def fit_words(overrides: Sequence[str]) -> dict[str, Any]:

@@ -69,7 +69,7 @@ PRETRAINING: tuple[Pretraining, ...] = (
         r"deepseek-coder-(1[._]3|6[._]7|33)b", 2 * T, "github.com/deepseek-ai/DeepSeek-Coder (1.8T and 200B)"
     ),
     Pretraining(r"baichuan2", 2_600 * B, "arXiv:2309.10305, abstract"),
-    Pretraining(r"mpt-(7|30)b", 1 * T, "databricks.com/blog/mpt-7b and mpt-30b"),
+    Pretraining(r"mpt-(7|30)b", 1 * T, "mosaicml.com/blog/mpt-7b and mpt-30b"),
     Pretraining(r"falcon-rw-1b", 350 * B, "model card of tiiuae/falcon-rw-1b"),
     Pretraining(r"bloom\b(?!-)", 366 * B, "arXiv:2211.05100, table 3"),
     Pretraining(r"\bt5-(v1|small|base|large|3b|11b)", 1 * T, "arXiv:1910.10683, section 3.7"),

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..checkpoint import MANIFEST, Checkpoint, open_checkpoint, read_json
-from ..errors import UsageError
+from ..errors import DataError, UsageError
 from ..loading import load_config_json, load_model, load_tokenizer, stored_dtype, text_config
 from ..writer import check_output
 from .adapters import add_adapter, merge_adapter, train_attention_only
@@ -24,7 +24,7 @@ from .isolation import require_isolation
 from .objectives import choose_objective, default_window, make_collator
 from .outcome import UptrainResult, summarise
 from .publishing import manifest_with, publish_trained
-from .session import Trained, train
+from .session import Trained, memory_advice, train
 from .workspace import Workspace, changed_keys, checkpoint_stamp, recipe_keys
 
 logger = logging.getLogger(__name__)
@@ -89,10 +89,15 @@ def run_uptrain(config: UptrainConfig) -> UptrainResult:
         workspace.remove()
         return done
     check_output(source.path, out, config.force)
-    _open_workspace(workspace, keys, config.force)
+    begun = _open_workspace(workspace, keys, config.force)
     logger.info("%s", budget.sentence())
     teacher_name, notices = find_teacher(config, manifest)
-    trained = _train_checkpoint(config, budget, source, workspace, teacher_name, notices)
+    try:
+        trained = _train_checkpoint(config, budget, source, workspace, teacher_name, notices)
+    except (DataError, UsageError):
+        if not begun and workspace.last() is None:  # nothing to resume: the corrected command starts afresh
+            workspace.remove()
+        raise
     result = summarise(config, budget, trained, teacher_name, begin)
     if trained.state is not None:  # only the first process holds the consolidated weights
         section = result.to_dict() | {"recipe": keys}
@@ -111,12 +116,15 @@ def run_uptrain(config: UptrainConfig) -> UptrainResult:
     return result
 
 
-def _open_workspace(workspace: Workspace, keys: dict[str, Any], force: bool) -> None:
-    """The first process creates or checks the folder, the others only check it."""
-    if int(os.environ.get("RANK", "0")) == 0:
-        if workspace.open(keys, restart=force):
-            logger.info("continuing the run in %s", workspace.root)
-        workspace.discard_incomplete()
+def _open_workspace(workspace: Workspace, keys: dict[str, Any], force: bool) -> bool:
+    """Create or check the folder on the first process; whether the run was begun before (others: True)."""
+    if int(os.environ.get("RANK", "0")) != 0:
+        return True
+    begun = workspace.open(keys, restart=force)
+    if begun:
+        logger.info("continuing the run in %s", workspace.root)
+    workspace.discard_incomplete()
+    return begun
 
 
 def _finished(out: Path, keys: dict[str, Any]) -> UptrainResult | None:
@@ -185,7 +193,8 @@ def _train_checkpoint(
     teacher = None
     if teacher_name is not None:
         dtype = torch.bfloat16 if args.bf16 else torch.float32
-        original = load_model(teacher_name, dtype=dtype, device=args.device, trust_remote_code=consent)
+        with memory_advice(args, budget):
+            original = load_model(teacher_name, dtype=dtype, device=args.device, trust_remote_code=consent)
         widths = check_teacher(student, original, len(tokenizer))
         notices += [] if widths.note is None else [widths.note]
         teacher = Teacher(original)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 
 from ..errors import TrainingError
 from .arguments import world_size
+from .batches import BlockStream
 from .budget import Budget, UptrainConfig
 from .compiling import compile_layers, undo_compile, worth_compiling
 from .corpus import Corpus
@@ -83,12 +85,13 @@ def train(
                     compile_layers(teacher.model)
             masked = corpus.collate.counts_labels
             run = Run(config, budget, corpus.train, corpus.held_out, teacher, masked, stop, corpus.collate)
-            trainer = UptrainTrainer(student, args, run)
-            checkpoint = None if workspace is None else workspace.last()
-            if checkpoint is not None:
-                trainer.restore(checkpoint)
-                logger.info("resuming from %s", checkpoint)
-            start, end = _fit(trainer, checkpoint)
+            with memory_advice(args, budget):
+                trainer = UptrainTrainer(student, args, run)
+                checkpoint = None if workspace is None else workspace.last()
+                if checkpoint is not None:
+                    trainer.restore(checkpoint)
+                    logger.info("resuming from %s", checkpoint)
+                start, end = _fit(trainer, checkpoint)
             state = _consolidated(trainer)
     finally:
         undo_compile(student)
@@ -100,8 +103,27 @@ def train(
             where=None if workspace is None else workspace.root,
             fix="run the same command to continue",
         )
+    notices += _passes(corpus, budget)
     resumed = None if checkpoint is None else int(checkpoint.name.rpartition("-")[2])
     return Trained(student, trainer, state, corpus, notices, resumed, start, end)
+
+
+@contextmanager
+def memory_advice(args: Any, budget: Budget) -> Iterator[None]:
+    """Say what to lower where the device's memory does not suffice.
+
+    Raises:
+        TrainingError: Out of memory inside.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise TrainingError(
+            f"out of memory with {args.per_device_train_batch_size} blocks of {budget.window} tokens at a time",
+            where=str(args.device),
+            fix="lower per_device_train_batch_size or window, set gradient_checkpointing, use train lora, "
+            "or more GPUs with fsdp",
+        ) from error
 
 
 def _should_compile(
@@ -113,31 +135,29 @@ def _should_compile(
     return worth_compiling(flops, args.device, world_size())
 
 
+def _passes(corpus: Corpus, budget: Budget) -> list[str]:
+    """What to tell about a stream that was shorter than the run; only the process that reads it knows."""
+    if not isinstance(corpus.train, BlockStream):
+        return []
+    end = corpus.train.positions.get(budget.steps * budget.blocks_per_step)
+    if end is None or end.turn == 0:
+        return []
+    logger.warning("the data ended early: %d whole passes over it", end.turn)
+    return [f"the data ended early: {end.turn} whole passes over it, then again from its beginning"]
+
+
 def _fit(trainer: UptrainTrainer, checkpoint: Path | None) -> tuple[float | None, float | None]:
     """Train; held-out loss before and after."""
     scored = trainer.run.held_out is not None
-    history: list[dict[str, Any]] = []
-    try:
-        trainer.args.eval_on_start = scored and checkpoint is None
-        trainer.meter.reset(trainer.meter.tokens)
-        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-        trainer.settle()
-        history = trainer.state.log_history
-        done = trainer.state.global_step >= trainer.run.budget.steps
-        if (
-            scored
-            and done
-            and not any(e.get("step") == trainer.state.global_step and "eval_loss" in e for e in history)
-        ):
-            trainer.evaluate()
-    except torch.OutOfMemoryError as error:
-        size = trainer.args.per_device_train_batch_size
-        raise TrainingError(
-            f"out of memory with {size} blocks of {trainer.run.budget.window} tokens at a time",
-            where=str(trainer.args.device),
-            fix="lower per_device_train_batch_size or window, set gradient_checkpointing, use train lora, "
-            "or more GPUs with fsdp",
-        ) from error
+    trainer.args.eval_on_start = scored and checkpoint is None
+    trainer.meter.reset(trainer.meter.tokens)
+    trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    trainer.settle()
+    history: list[dict[str, Any]] = trainer.state.log_history
+    step = trainer.state.global_step
+    scored_now = any(e.get("step") == step and "eval_loss" in e for e in history)
+    if scored and step >= trainer.run.budget.steps and not scored_now:
+        trainer.evaluate()
     losses = [e["eval_loss"] for e in history if "eval_loss" in e]
     return (losses[0], losses[-1]) if losses else (None, None)
 

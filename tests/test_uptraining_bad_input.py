@@ -1,0 +1,143 @@
+"""Bad input to `mha2gqa uptrain`, as typed: the exit code and one line that says what, where, what to do."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import pico_llama, word_tokenizer
+from training import family, write_text
+
+from mha2gqa import cli
+from mha2gqa.clitools import run_command
+
+WORDS = ["--window=16", "--batch-tokens=64", "--device=cpu", "--holdout=0.1"]
+Call = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
+    return family(tmp_path_factory.mktemp("family"))
+
+
+@pytest.fixture
+def error(models, tmp_path, capsys, monkeypatch) -> Call:
+    """Run `uptrain` with some words and give its one line of error; nothing else may remain."""
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+
+    def call(*words: str, code: int, model: Path = models[1], text: Path = models[2]) -> str:
+        args = ["uptrain", str(model), str(tmp_path / "up"), f"--data={text}", *WORDS, *words]
+        capsys.readouterr()
+        logging.getLogger("mha2gqa").handlers.clear()  # it holds the stderr of another test
+        with pytest.raises(SystemExit) as caught:
+            run_command(cli.cli, [*args, "-q"])
+        out, err = capsys.readouterr()
+        assert caught.value.code == code, err
+        assert err.startswith("error: ") and err.count("\n") == 1 and "Traceback" not in err and not out
+        return err
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--alpha=0"], "alpha: 0.0 trains nothing; give a fraction such as 0.05"),
+        (["--alpha=-1"], "alpha: -1.0 trains nothing"),
+        (["--alpha=5"], "alpha is a fraction: did you mean 0.05 (5 %)?"),
+        (["--alpha=1.5"], "more than the whole pretraining"),
+        (["--alpha=0.1", "--tokens=64"], "not both"),
+        ([], "how long to train?"),
+        (["--tokens=10"], "round to 0 steps of 64"),
+        (["--tokens=64", "--set", "window=8"], "--set window: is given as --window too"),
+    ],
+)
+def test_budget(error, words, message, tmp_path):
+    assert message in error("--original-tokens=1M", *words, code=2)
+    assert not list(tmp_path.iterdir())
+
+
+def test_original_tokens_unknown(error):
+    assert "alpha: the pretraining tokens of the original are not known; give original_tokens" in error(
+        "--alpha=0.05", code=2
+    )
+
+
+def test_teacher_of_another_vocabulary(error, tmp_path):
+    teacher = tmp_path / "other"
+    pico_llama().save_pretrained(teacher)
+    word_tokenizer(teacher)
+    path = teacher / "tokenizer.json"
+    path.write_text(path.read_text().replace('"w7"', '"v7"'))
+    line = error("--tokens=256", f"--teacher={teacher}", code=2)
+    assert f"teacher {teacher}: its tokenizer differs in 2 tokens" in line
+    assert "distil from the checkpoint that was converted, or use teacher none" in line
+
+
+def test_data_without_the_text_column(error, tmp_path):
+    line = error("--tokens=256", "--text-column=body", code=1)
+    assert "body" in line and "text" in line
+    assert not list(tmp_path.iterdir())
+
+
+def test_data_that_is_not_there_or_too_short(error, tmp_path):
+    assert "absent.jsonl" in error("--tokens=256", code=1, text=tmp_path / "absent.jsonl")
+    (tmp_path / "short.txt").write_text("w1 w2 w3")
+    assert "one block needs 17" in error("--tokens=256", code=1, text=tmp_path / "short.txt")
+
+
+def test_output_of_another_run(models, error, tmp_path):
+    shutil.copytree(models[1], tmp_path / "up")
+    assert f"{tmp_path / 'up'}: " in error("--tokens=256", code=2)
+
+
+def test_resuming_with_a_changed_recipe(models, error, tmp_path, monkeypatch):
+    from transformers import Trainer
+
+    def full(self, *args, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "training_step", full)
+        line = error("--tokens=256", code=1)
+    assert "out of memory with 4 blocks of 16 tokens at a time; lower per_device_train_batch_size" in line
+    assert "gradient_checkpointing" in line and "train lora" in line
+    line = error("--tokens=256", "--seed=7", "--set", "temperature=2", code=2)
+    assert "another recipe (seed: 0 -> 7; temperature: 1.0 -> 2.0); repeat the old values" in line
+
+
+@pytest.mark.parametrize(
+    "place", ["mha2gqa.uptraining.run.load_model", "mha2gqa.uptraining.session.UptrainTrainer"]
+)
+def test_too_little_memory_before_the_first_step(error, monkeypatch, place):
+    """The original, or the student's way to the device."""
+    from mha2gqa.uptraining import run
+
+    load = run.load_model
+
+    def full(path, *args, **kwargs):
+        if "device" in kwargs and kwargs["device"] == "cpu":  # the student is read in the machine's memory
+            return load(path, *args, **kwargs)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(place, full)
+    assert "lower per_device_train_batch_size or window" in error("--tokens=256", code=1)
+
+
+def test_a_stream_that_ends_early_is_repeated_and_said(models, tmp_path, capsys):
+    text = write_text(tmp_path / "few.jsonl", documents=8)
+    words = ["--tokens=640", "--set", "streaming=true", "--set", "holdout=0", "--json"]
+    args = ["uptrain", str(models[1]), str(tmp_path / "up"), f"--data={text}", *WORDS[:3], *words]
+    logging.getLogger("mha2gqa").handlers.clear()
+    with pytest.raises(SystemExit) as caught:
+        run_command(cli.cli, args)
+    out, err = capsys.readouterr()
+    assert not caught.value.code, err
+    assert any("the data ended early" in notice for notice in json.loads(out)["notices"])
+    assert "the data ended early" in err

@@ -114,6 +114,7 @@ def main() -> None:
     total = sum(per_layer.values()) * args.of
     settings = {name: value for name, value in vars(args).items() if name != "output"}
     record = {
+        "command": "benchmarks/closed_form_speed.py",
         **provenance(args.device, seed=0),
         "settings": settings,
         **found,

@@ -104,7 +104,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS / "evaluate_speed.json")
     args = parser.parse_args()
     found = measure(args)
-    write_json(args.out, {**provenance("cpu" if args.device == "auto" else args.device), **found})
+    about = {"command": "benchmarks/evaluate_speed.py"}
+    about |= provenance("cpu" if args.device == "auto" else args.device)
+    write_json(args.out, {**about, **found})
     speed = found["speed_relative_to_bare_loop"]
     print(f"evaluate runs at {speed:.3f} of a bare loop over {found['tokens']:,} tokens")
 

@@ -44,12 +44,17 @@ def quality(record: Mapping[str, Any]) -> str:
     kv_heads = record["num_kv_heads"]
     groups = sorted({row["groups"] for row in rows} - {kv_heads}, reverse=True)
     controls = [row for row in rows if row["groups"] == kv_heads and row is not original]
-    cells: dict[str, dict[int, list[float]]] = {}
+    cells: dict[str, dict[int, dict[int, float]]] = {}
     for row in rows:
-        if row["groups"] != kv_heads:
-            cells.setdefault(_label(row), {}).setdefault(row["groups"], []).append(row["loss"])
+        if (
+            row["groups"] != kv_heads
+        ):  # a pooling appears among baselines and conversions: each seed counts once
+            by_seed = cells.setdefault(_label(row), {}).setdefault(row["groups"], {})
+            by_seed.setdefault(row.get("seed", 0), row["loss"])
     head = ["loss, nats per token", *(f"{kv_heads // g}:1 (G={g})" for g in groups)]
-    lines = [[name, *(mean_and_spread(by.get(g, [])) for g in groups)] for name, by in cells.items()]
+    lines = [
+        [name, *(mean_and_spread(list(by.get(g, {}).values())) for g in groups)] for name, by in cells.items()
+    ]
     protocol = record["protocol"]
     text = (
         f"`{record['model']}`, original {original['loss']:.3f}; protocol {protocol['name']}, window "
@@ -98,9 +103,66 @@ def convert_speed(record: Mapping[str, Any]) -> str:
     )
 
 
+def uptrain_throughput(record: Mapping[str, Any]) -> str:
+    """Tokens per second, MFU and memory of every measurement, then the ratios that are claimed."""
+    names = {"ours": "`mha2gqa`", "trainer": "plain `Trainer`", "nanogpt": "nanoGPT-style loop"}
+    measured = [row for row in record["rows"] if row.get("tokens_per_second")]
+    lines = [
+        [
+            f"{names[row['contender']]}, {row['objective']}",
+            f"{row['gpus']}" + ("" if row["parallel"] == "none" else f" {row['parallel']}"),
+            f"{row['tokens_per_second']:,.0f}",
+            f"{row['mfu']:.1%}" if row.get("mfu") else "",
+            f"{row['memory_gib']:.1f}" if row.get("memory_gib") else "",
+        ]
+        for row in measured
+    ]
+    first = measured[0]
+    about = (
+        f"{first['parameters'] / 1e9:.1f}B Llama, G={first['groups']}, blocks of {first['window']:,} tokens, "
+        f"{first['micro_batch']} at a time on each GPU; {first['device']}, torch "
+        f"{record['provenance']['versions']['torch']}."
+    )
+    ratios = ", ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in record["summary"].items())
+    head = ["", "GPUs", "tokens/s", "MFU", "GiB per GPU"]
+    return f"{about}\n\n{markdown(head, lines)}" + (f"\n\nRatios: {ratios}." if ratios else "")
+
+
+def closed_form_speed(record: Mapping[str, Any]) -> str:
+    """Seconds of the closed-form stages, as many layers as the meant model has."""
+    settings, seconds = record["settings"], record["extrapolated_seconds"]
+    names = [name for name in seconds if name != "all"]
+    about = (
+        f"{record['extrapolated_to_layers']} layers of {settings['hidden']} with {settings['heads']} heads to "
+        f"G={settings['groups']}, {settings['tokens']:,} tokens ({settings['layers']} layers measured, on "
+        f"{record['hardware'].get('gpu', 'a CPU')})."
+    )
+    lines = [["seconds", *(f"{seconds[name]:.0f}" for name in names), f"{seconds['all']:.0f}"]]
+    return f"{about}\n\n{markdown(['', *names, 'all'], lines)}"
+
+
+def evaluate_speed(record: Mapping[str, Any]) -> str:
+    """Evaluation beside a bare forward loop, and its memory over longer text."""
+    rate, memory = record["tokens_per_second"], record["memory"]
+    where = record["hardware"].get("gpu", "a CPU")
+    lines = [
+        ["bare forward loop", f"{rate['bare']:,.0f}", "1.00"],
+        ["`evaluate`", f"{rate['evaluate']:,.0f}", f"{record['speed_relative_to_bare_loop']:.2f}"],
+    ]
+    grown = ", ".join(f"{m['resident_mib']:,.0f} MiB after {m['tokens']:,} tokens" for m in memory)
+    about = (
+        f"`{record['model']}`, {record['dtype']}, {where}, {record['tokens']:,} tokens, tokenising included."
+    )
+    table = markdown(["", "tokens/s", "of the bare loop"], lines)
+    return f"{about}\n\n{table}\n\nResident memory: {grown}."
+
+
 RENDERERS: dict[str, Sequence[Callable[[Mapping[str, Any]], str]]] = {
     "benchmarks/quality.py": (quality, cost),
     "benchmarks/convert_speed.py": (convert_speed,),
+    "benchmarks/uptrain_throughput.py": (uptrain_throughput,),
+    "benchmarks/closed_form_speed.py": (closed_form_speed,),
+    "benchmarks/evaluate_speed.py": (evaluate_speed,),
 }
 
 

@@ -173,7 +173,11 @@ def main() -> None:
     others = [json.loads(path.read_text()) for path in args.resume]
     rows: list[dict[str, Any]] = [row for other in others for row in other["rows"]]
     known = [{key: row.get(key) for key in ("contender", "objective", "parallel", "gpus")} for row in rows]
-    record: dict[str, Any] = {"provenance": provenance("cpu" if args.tiny else "cuda", 0), "rows": rows}
+    record: dict[str, Any] = {
+        "command": "benchmarks/uptrain_throughput.py",
+        "provenance": provenance("cpu" if args.tiny else "cuda", 0),
+        "rows": rows,
+    }
     record |= {key: other[key] for other in others for key in ("curves",) if key in other}
     for job in jobs(args):
         if job in known:

@@ -127,6 +127,27 @@ def test_the_table_averages_seeds_and_leaves_tuning_out(tmp_path: Path) -> None:
     assert "original 3.310; protocol blocks, window 512, 1,000 tokens, float32" in text
 
 
+def test_a_pooling_that_two_stages_measured_counts_once(tmp_path: Path) -> None:
+    record = _record()
+    record["rows"].append(record["rows"][1] | {"stage": "convert", "variant": "merged"})
+    path = tmp_path / "quality.json"
+    path.write_text(json.dumps(record))
+    assert "| mean | 8.357 | 9.571 |" in tables.render(path)
+
+
+def test_training_speed_is_rendered_with_its_ratios() -> None:
+    row = {
+        "contender": "ours", "objective": "ce", "parallel": "none", "gpus": 1, "tokens_per_second": 74_608.4,
+        "mfu": 0.5622, "memory_gib": 40.04, "parameters": 1.1e9, "groups": 4, "window": 2048, "micro_batch": 8,
+        "device": "GPU",
+    }  # fmt: skip
+    many = row | {"parallel": "fsdp", "gpus": 2, "tokens_per_second": 140_000.0}
+    record = {"provenance": {"versions": {"torch": "2.11.0"}}, "rows": [row, {"error": "x"}, many]}
+    text = tables.uptrain_throughput(record | {"summary": {"scaling_fsdp_ce_2": 1.8765}})
+    assert "| `mha2gqa`, ce | 1 | 74,608 | 56.2% | 40.0 |" in text
+    assert "| `mha2gqa`, ce | 2 fsdp | 140,000 |" in text and text.endswith("scaling fsdp ce 2 1.877.")
+
+
 def test_every_results_file_is_rendered() -> None:
     for path in tables.RESULTS.glob("*.json"):
         record = json.loads(path.read_text())

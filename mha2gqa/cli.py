@@ -178,6 +178,8 @@ def evaluate(models: tuple[str, ...], data: tuple[str, ...], output: str | None,
 @option("--original-batch-tokens", type=COUNT, help="Tokens per original step.")
 @option("--tokens", type=COUNT, help="The budget itself, instead of --alpha.")
 @option("--teacher", metavar="MODEL", help="Model to distil from; none for cross-entropy alone.")
+@option("--teacher-top-k", type=COUNT, help="Ask it once, keep its K likeliest tokens of each position.")
+@option("--teacher-cache", metavar="DIR", help="Folder of those, for further runs on the same blocks.")
 @option("--train", type=click.Choice(get_args(Train)), help="Parameter set (default all).")
 @option(
     "--objective", type=click.Choice(get_args(Objective)), help="Default: what the model was pretrained on."

@@ -142,6 +142,7 @@ class UptrainRecipe(Section):
         learning_rate, warmup_steps, lr_scheduler_type: The rate and its course.
         teacher: Model to distil from; `none` trains on cross-entropy.
         temperature, ce_weight: Of the distillation loss.
+        teacher_top_k, teacher_cache: Ask the teacher once, and keep its likeliest tokens in a folder.
         train: Parameter set.
         lora_r, lora_alpha, lora_dropout: Adapter rank, scale and dropout.
         objective: `next-token` or `span-corruption`; absent follows the model type.
@@ -173,6 +174,8 @@ class UptrainRecipe(Section):
     teacher: str | None = None
     temperature: float | None = None
     ce_weight: float | None = None
+    teacher_top_k: int | None = None
+    teacher_cache: str | None = None
     train: Train | None = None
     lora_r: int | None = None
     lora_alpha: int | None = None

@@ -81,8 +81,16 @@ class Collator:
         return batch
 
 
+class Cached(Protocol):
+    """What was computed beforehand for each row of some blocks, see `teacher_cache`."""
+
+    def read(self, rows: Sequence[int]) -> Batch: ...
+
+
 class BlockOrder(Dataset):
     """Blocks in random order without replacement, pass after pass; item i of the run is a function of i.
+
+    `caches`, where set, holds what is known beforehand about the rows of each source; batches carry it.
 
     Args:
         blocks: Ids `[N, T + 1]`, in memory or memory-mapped.
@@ -94,6 +102,16 @@ class BlockOrder(Dataset):
     def __init__(self, blocks: Blocks, count: int, seed: int, collate: Collate) -> None:
         self.blocks, self.count, self.seed, self.collate = blocks, count, seed, collate
         self._orders: OrderedDict[int, np.ndarray] = OrderedDict()
+        self.caches: list[Cached] = []
+
+    @property
+    def sources(self) -> list[Blocks]:
+        """The blocks of each source."""
+        return [self.blocks]
+
+    def locate(self, index: int) -> tuple[int, int]:
+        """Source and row of item `index` of the run."""
+        return 0, self.row(index)
 
     def __len__(self) -> int:
         return self.count
@@ -112,7 +130,12 @@ class BlockOrder(Dataset):
         return self.blocks[[self.row(i) for i in indices]]
 
     def __getitems__(self, indices: Sequence[int]) -> Batch:
-        return self.collate(self.fetch(indices), list(indices))
+        batch = self.collate(self.fetch(indices), list(indices))
+        if self.caches:
+            places = [self.locate(i) for i in indices]
+            known = [self.caches[source].read([row]) for source, row in places]
+            batch |= {name: torch.cat([k[name] for k in known]) for name in known[0]}
+        return batch
 
     def __getitem__(self, index: int) -> Batch:
         return self.__getitems__([index])
@@ -142,13 +165,20 @@ class Mixture(BlockOrder):
             for number, (blocks, quota) in enumerate(zip(sources, quotas, strict=True))
         ]
 
+    @property
+    def sources(self) -> list[Blocks]:
+        """The blocks of each source."""
+        return [order.blocks for order in self.orders]
+
+    def locate(self, index: int) -> tuple[int, int]:
+        """Source and row of item `index` of the run."""
+        source = int(self.source[index])
+        return source, self.orders[source].row(int(self.place[index]))
+
     def fetch(self, indices: Sequence[int]) -> Blocks:
         """The blocks of some items, `[B, T + 1]`."""
-        rows = []
-        for i in indices:
-            order = self.orders[self.source[i]]
-            rows.append(np.asarray(order.blocks[order.row(int(self.place[i]))]))
-        return np.stack(rows)
+        places = [self.locate(i) for i in indices]
+        return np.stack([np.asarray(self.orders[source].blocks[row]) for source, row in places])
 
 
 def share_out(count: int, shares: Sequence[float]) -> list[int]:

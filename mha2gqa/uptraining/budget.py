@@ -45,6 +45,10 @@ class UptrainConfig:
         teacher: The original model, `none` for plain next-token loss, or None for the manifest's source.
         temperature: Distillation temperature.
         ce_weight: Share of the next-token loss beside distillation, 0 to 1.
+        teacher_top_k: Ask the teacher beforehand, once for each training block, and keep its k likeliest
+            tokens on disk; the loss is the KL over those and one bucket for all others. Further runs on the
+            same blocks need no teacher.
+        teacher_cache: Folder of what it said, for further runs; by default it goes with `<out>.uptrain`.
         train: `all` parameters, `attention` only, or `lora` (pooled K/V in full, q and o low-rank).
         lora_r, lora_alpha, lora_dropout: Adapter rank, scale and dropout.
         eval_data: Held-out text; by default a share of `data`.
@@ -88,6 +92,8 @@ class UptrainConfig:
     teacher: str | None = None
     temperature: float = 1.0
     ce_weight: float = 0.0
+    teacher_top_k: int | None = None
+    teacher_cache: str | None = None
     train: str = "all"
     lora_r: int = 16
     lora_alpha: int = 32
@@ -137,6 +143,10 @@ class UptrainConfig:
                 raise UsageError(
                     "needs data that is read first", where="data_weights", fix="leave out streaming"
                 )
+        if self.teacher_top_k is not None and self.teacher_top_k < 1:
+            raise UsageError(f"{self.teacher_top_k} keeps nothing", where="teacher_top_k", fix="64 is usual")
+        if self.teacher_cache is not None and self.teacher_top_k is None:
+            raise UsageError("needs teacher_top_k beside it", where="teacher_cache", fix="teacher_top_k 64")
         if not 0 <= self.ce_weight <= 1:
             raise UsageError(f"{self.ce_weight} is not a share", where="ce_weight", fix="give 0 to 1")
         if not 0 <= self.dropout < 1:

@@ -170,8 +170,7 @@ def load_corpus(
         stream = BlockStream(documents, budget.window, budget.blocks_per_step)
         return Corpus(stream, scored, None, collate, notices)
     order = _order(cutter, texts, collate, notices)
-    sources = [part.blocks for part in order.orders] if isinstance(order, Mixture) else [order.blocks]
-    unique = sum(len(blocks) for blocks in sources) * budget.window
+    unique = sum(len(blocks) for blocks in order.sources) * budget.window
     return Corpus(order, scored, unique, collate, notices)
 
 

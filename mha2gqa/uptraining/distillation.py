@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import UsageError
-from .losses import Head, Objective, chunked_loss, teacher_chunks
+from .losses import Head, Objective, Truncated, chunked_loss, teacher_chunks
 
 # Inputs of a batch that change what the model computes, beside input_ids.
 EXTRA_INPUTS = ("position_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask")
@@ -122,10 +122,14 @@ def attached(model: Any, spec: Objective, teacher: Teacher | None = None) -> Ite
     own_forward = model.forward
     base: Any = getattr(model, model.base_model_prefix, None)  # T5 has none
 
-    def forward(self: Any, labels: Tensor, teacher_states: Tensor | None = None, **inputs: Any) -> Any:
+    def forward(
+        self: Any, labels: Tensor, teacher_states: Tensor | Truncated | None = None, **inputs: Any
+    ) -> Any:
         # labels [B, T] are already shifted: the target of each position
-        chunks = None
-        if teacher_states is not None:
+        chunks: Any = None
+        if isinstance(teacher_states, Truncated):
+            chunks = teacher_states.part
+        elif teacher_states is not None:
             assert teacher is not None
             chunks = teacher_chunks(teacher_states, teacher.head)
         now = spec if chunks is not None else Objective(compiled=spec.compiled)

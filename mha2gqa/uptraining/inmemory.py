@@ -54,6 +54,8 @@ def train_model(
     budget = plan_budget(config, window=int(blocks.shape[1]) - 1)
     if config.train != "all":
         raise UsageError("only `all` is possible for a model in memory", where=f"train {config.train}")
+    if config.teacher_top_k is not None:
+        raise UsageError("needs a teacher with files", where="teacher_top_k", fix="use uptrain")
     resolve_device(config.device)
     with nullcontext(str(folder)) if folder else tempfile.TemporaryDirectory() as place:
         hidden = int(getattr(model.config.get_text_config(), "hidden_size", 512))

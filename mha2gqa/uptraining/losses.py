@@ -18,7 +18,29 @@ from torch import Tensor, nn
 IGNORED = -100  # label of a position without loss, as everywhere in transformers
 CHUNK_ELEMENTS = {"cpu": 2**22, "default": 2**27}  # float32 logits of one chunk: 16 MiB, 512 MiB
 
-TeacherChunk = Callable[[slice], Tensor]
+EMPTY = 1e-7  # a rest of a distribution below this is the rounding of 1 minus a sum in float32
+
+
+@dataclass(frozen=True)
+class Truncated:
+    """A teacher's likeliest tokens at each position; what is left of its distribution is one bucket.
+
+    Args:
+        ids: Token ids `[N, k]`, int64.
+        log_probs: Their log-probabilities under the whole (softened) distribution `[N, k]`.
+        width: Columns both distributions are over; the student's further ones are padding.
+    """
+
+    ids: Tensor
+    log_probs: Tensor
+    width: int
+
+    def part(self, tokens: slice) -> Truncated:
+        """The same for a slice of positions."""
+        return Truncated(self.ids[tokens], self.log_probs[tokens], self.width)
+
+
+TeacherChunk = Callable[[slice], "Tensor | Truncated"]
 
 
 @dataclass(frozen=True)
@@ -71,7 +93,7 @@ def _shape_backward(grad: Tensor, y: Tensor, scale: float, softcap: float | None
 def objective(
     z: Tensor,
     labels: Tensor,
-    teacher: Tensor | None,
+    teacher: Tensor | Truncated | None,
     temperature: float,
     ce_weight: float,
     scale: float,
@@ -84,7 +106,7 @@ def objective(
         z: Bare student logits `[C, V]`, before factor and cap.
         labels: Next tokens `[C]`, `IGNORED` where no loss is wanted.
         teacher: Finished teacher logits `[C, Vt]`; columns beyond the shorter vocabulary are padding
-            and both sides are renormalised without them.
+            and both sides are renormalised without them. Or its `Truncated` distribution.
         temperature, ce_weight: See `Objective`.
         scale, softcap: See `Head`.
         dtype: What the gradient is rounded to.
@@ -98,7 +120,10 @@ def objective(
     y = _shape(z, scale, softcap)
     grad = None
     ce_sum = loss = z.new_zeros(())
-    same = teacher is not None and temperature == 1.0 and teacher.shape[1] >= z.shape[1]
+    width = z.shape[1]
+    if teacher is not None:
+        width = min(width, teacher.width if isinstance(teacher, Truncated) else teacher.shape[1])
+    same = teacher is not None and temperature == 1.0 and width == z.shape[1]
     if teacher is None or ce_weight > 0 or same:
         logq = F.log_softmax(y, dim=-1)
         ce_sum = -(logq.gather(1, target) * keep).sum()
@@ -108,18 +133,37 @@ def objective(
         hit = torch.arange(z.shape[1], device=z.device) == target  # compared, not scattered: it fuses
         grad = weight * keep * (logq.exp() - hit.to(z.dtype))
     if teacher is not None and ce_weight < 1:
-        width = min(z.shape[1], teacher.shape[1])
         weight = 1.0 - ce_weight
         soft_q = logq if same else F.log_softmax(y[:, :width] / temperature, dim=-1)
-        soft_p = F.log_softmax(teacher[:, :width] / temperature, dim=-1)
-        p = soft_p.exp()
-        loss = loss + weight * temperature**2 * ((p * (soft_p - soft_q)) * keep).sum()
+        if isinstance(teacher, Truncated):
+            kl, kl_grad = _truncated_kl(soft_q, teacher)
+        else:
+            soft_p = F.log_softmax(teacher[:, :width] / temperature, dim=-1)
+            p = soft_p.exp()
+            kl, kl_grad = (p * (soft_p - soft_q)).sum(-1, keepdim=True), soft_q.exp() - p
+        loss = loss + weight * temperature**2 * (kl * keep).sum()
         # d/dy of T^2 KL(p || softmax(y / T)) is T (q - p)
-        kl_grad = (weight * temperature) * keep * (soft_q.exp() - p)
-        kl_grad = F.pad(kl_grad, (0, z.shape[1] - width))
+        kl_grad = F.pad((weight * temperature) * keep * kl_grad, (0, z.shape[1] - width))
         grad = kl_grad if grad is None else grad + kl_grad
     assert grad is not None
     return loss, ce_sum, _shape_backward(grad, y, scale, softcap).to(dtype)
+
+
+def _truncated_kl(log_q: Tensor, teacher: Truncated) -> tuple[Tensor, Tensor]:
+    """KL over the teacher's k tokens and one bucket for all others, `[C, 1]`, and its gradient `[C, V]`.
+
+    sum_K p (log p - log q) + r (log r - log s), with r = 1 - sum_K p and s = 1 - sum_K q: a lower bound of the
+    whole KL, equal to it where k is the vocabulary. Its gradient is that of the whole KL to the teacher
+    whose others are shared out as the student's: q - p on K, q (1 - r / s) elsewhere.
+    """
+    p, log_qk = teacher.log_probs.exp(), log_q.gather(1, teacher.ids)  # [C, k]
+    qk = log_qk.exp()
+    r = (1 - p.sum(-1, keepdim=True)).clamp(min=0.0)  # [C, 1]
+    s = (1 - qk.sum(-1, keepdim=True)).clamp(min=EMPTY)
+    r = torch.where(r > EMPTY, r, torch.zeros_like(r))
+    kl = (p * (teacher.log_probs - log_qk)).sum(-1, keepdim=True)
+    kl = kl + torch.where(r > 0, r * (r.clamp(min=EMPTY).log() - s.log()), torch.zeros_like(r))
+    return kl, (log_q.exp() * (1 - r / s)).scatter(1, teacher.ids, qk - p)
 
 
 @functools.cache
@@ -179,6 +223,12 @@ def chunk_slices(count: int, vocabulary: int, device: str) -> list[slice]:
     return [slice(start, min(start + size, count)) for start in range(0, count, size)]
 
 
+def _widened(teacher: Tensor | Truncated, wide: torch.dtype) -> Tensor | Truncated:
+    if isinstance(teacher, Truncated):
+        return Truncated(teacher.ids, teacher.log_probs.to(wide), teacher.width)
+    return teacher.to(wide)
+
+
 class _ChunkedLoss(torch.autograd.Function):
     """Sum of the objective over tokens; gradients are made with the loss, chunk by chunk."""
 
@@ -214,7 +264,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 z = x.to(wide) if head is None else product(x, head.t())
                 if bias is not None:
                     z = z + bias.to(wide)
-                t = None if teacher is None else teacher(part).to(wide)
+                t = None if teacher is None else _widened(teacher(part), wide)
                 part_loss, part_ce, grad_z = run(
                     z, labels[part], t, spec.temperature, spec.ce_weight, scale, softcap, dtype
                 )

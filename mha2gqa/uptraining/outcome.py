@@ -31,6 +31,8 @@ class UptrainResult(Result):
         notices: What the user should know.
         worse: Whether the held-out loss ended above where it started.
         merge: LoRA: largest logit differences between adapter and merged model, see `merge_adapter`.
+        teacher_cache: With `teacher_top_k`: `folder`, `top_k`, `rows`, rows `computed` by this run, `bytes`,
+            `flops`.
         finished_before: Whether this call only read the result of an earlier one.
     """
 
@@ -49,6 +51,7 @@ class UptrainResult(Result):
     notices: list[str] = field(default_factory=list)
     worse: bool | None = None
     merge: dict[str, float] | None = None
+    teacher_cache: dict[str, Any] | None = None
     finished_before: bool = False
 
 
@@ -65,6 +68,8 @@ def summarise(
         if trainer.meter.peak is not None:
             throughput["mfu"] = rates[len(rates) // 2] * trainer.meter.flops / trainer.meter.peak
         throughput |= {"memory_gib": max(e.get("memory_gib", 0) for e in history if "loss" in e)}
+    asked = (trained.teacher_cache or {}).get("flops", 0.0)
+    flops = trainer.meter.flops * budget.tokens + asked
     losses = {
         "train": [e for e in history if "loss" in e],
         "held_out": [e for e in history if "eval_loss" in e],
@@ -73,9 +78,9 @@ def summarise(
     }
     bill = asdict(budget) | {
         "unique_tokens": trained.corpus.unique_tokens,
-        "model_flops": trainer.meter.flops * budget.tokens,
+        "model_flops": flops,
         # What next-token training alone could have visited for the same FLOPs.
-        "tokens_at_equal_flops": round(budget.tokens * trainer.meter.flops / trainer.student_flops),
+        "tokens_at_equal_flops": round(flops / trainer.student_flops),
     }
     worse = None if trained.start is None or trained.end is None else trained.end > trained.start
     return UptrainResult(
@@ -93,4 +98,5 @@ def summarise(
         trained.notices,
         worse,
         trained.merge,
+        trained.teacher_cache,
     )

@@ -19,12 +19,13 @@ from .adapters import add_adapter, merge_adapter, train_attention_only
 from .arguments import build_arguments, check_training_args
 from .budget import Budget, UptrainConfig, plan_budget
 from .corpus import load_corpus
-from .distillation import Teacher, check_teacher, check_tokenizers
+from .distillation import check_tokenizers
 from .isolation import require_isolation
 from .objectives import choose_objective, default_window, make_collator
 from .outcome import UptrainResult, summarise
 from .publishing import manifest_with, publish_trained
-from .session import Trained, memory_advice, train
+from .session import Trained, train
+from .teaching import cache_teacher, find_teacher, load_teacher
 from .workspace import Workspace, changed_keys, checkpoint_stamp, recipe_keys
 
 logger = logging.getLogger(__name__)
@@ -141,25 +142,6 @@ def _finished(out: Path, keys: dict[str, Any]) -> UptrainResult | None:
     return result
 
 
-def find_teacher(config: UptrainConfig, manifest: dict[str, Any]) -> tuple[str | None, list[str]]:
-    """Whom to distil from, and what to tell the user about it.
-
-    Returns:
-        A folder or hub id, or None for plain next-token loss; notices.
-    """
-    if config.teacher == "none":
-        return None, []
-    if config.teacher is not None:
-        return config.teacher, []
-    for key in ("source_path", "source"):
-        place = manifest.get(key)
-        if place and Path(place).is_dir():
-            return str(place), []
-    place = manifest.get("source")
-    why = f"its original {place} is not here" if place else "no original is recorded in it"
-    return None, [f"next-token loss without distillation: {why}; give teacher to distil"]
-
-
 def _train_checkpoint(
     config: UptrainConfig,
     budget: Budget,
@@ -190,15 +172,16 @@ def _train_checkpoint(
         logger.info("training %d attention tensors: %s, …", len(moving), ", ".join(moving[:4]))
     elif config.train == "lora":
         student = add_adapter(student, source.config, config)
-    teacher = None
-    if teacher_name is not None:
-        dtype = torch.bfloat16 if args.bf16 else torch.float32
-        with memory_advice(args, budget):
-            original = load_model(teacher_name, dtype=dtype, device=args.device, trust_remote_code=consent)
-        widths = check_teacher(student, original, len(tokenizer))
-        notices += [] if widths.note is None else [widths.note]
-        teacher = Teacher(original)
+    teacher, cached = None, None
+    if teacher_name is not None and config.teacher_top_k is not None:
+        folder = Path(config.teacher_cache) if config.teacher_cache else workspace.root / "teacher"
+        cached = cache_teacher(
+            config, budget, args, teacher_name, student, len(tokenizer), corpus, folder, notices
+        )
+    elif teacher_name is not None:
+        teacher = load_teacher(config, budget, args, teacher_name, student, len(tokenizer), notices)
     trained = train(student, args, config, budget, corpus, teacher, workspace, notices)
+    trained.teacher_cache = cached
     if config.train == "lora" and trained.state is not None:
         trained.adapter = workspace.root / "adapter"
         trained.model, trained.merge = merge_adapter(

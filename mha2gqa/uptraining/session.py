@@ -42,6 +42,7 @@ class Trained:
     end: float | None
     adapter: Path | None = None
     merge: dict[str, float] | None = None
+    teacher_cache: dict[str, Any] | None = None
 
     def wait(self) -> None:
         """Wait for the other processes."""
@@ -74,7 +75,8 @@ def train(
     for notice in notices:
         logger.warning("%s", notice)
     compiled = _should_compile(student, args, config, budget, teacher)
-    spec = Objective(teacher is not None, config.temperature, config.ce_weight if teacher else 1.0, compiled)
+    distils = teacher is not None or bool(getattr(corpus.train, "caches", ()))
+    spec = Objective(distils, config.temperature, config.ce_weight if distils else 1.0, compiled)
     one_document = nullcontext() if config.isolate_documents else unpacked()
     stream = narrow_stream(student) if config.residual_dtype == "bfloat16" else nullcontext()
     try:

@@ -21,7 +21,7 @@ from .batches import BlockOrder, Blocks, BlockStream, Collate, Position, as_is
 from .budget import Budget, UptrainConfig, learning_rate_factor, warmup_count
 from .distillation import Teacher
 from .guard import Meter, Reading, SpikeGuard, flops_per_token, forward_flops, peak_flops
-from .losses import IGNORED
+from .losses import IGNORED, Truncated
 from .sharding import is_fsdp2, reduce_in_float32, shard_teacher
 from .workspace import seal, write_json
 
@@ -95,6 +95,7 @@ class UptrainTrainer(Trainer):
         peak = peak_flops(args.device)
         self.meter = Meter(flops, None if peak is None else peak * args.world_size)
         self._sums = torch.zeros(2, device=args.device)  # step loss; cross-entropy since the last log
+        self.distils = run.teacher is not None or bool(getattr(run.train, "caches", ()))
         self._labels = 0
         self._logged_step = 0
         self._resumed: Path | None = None
@@ -138,12 +139,23 @@ class UptrainTrainer(Trainer):
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Tensor:
         """This micro-batch's share of the step's mean loss, times the processes that will be averaged."""
-        states = None if self.run.teacher is None else self.run.teacher.states(inputs)
+        states = self._teacher_states(inputs)
         loss, ce = model(**inputs, teacher_states=states)
         share = self.args.world_size / max(1, int(num_items_in_batch))
         with torch.no_grad():
             self._sums += torch.stack([loss.detach(), ce]).float() * share
         return loss * share
+
+    def _teacher_states(self, inputs: dict[str, Tensor]) -> Tensor | Truncated | None:
+        """What the teacher says of a batch: computed now, or taken from the batch, which is then without it."""
+        if self.run.teacher is not None:
+            return self.run.teacher.states(inputs)
+        if "teacher_ids" not in inputs:
+            return None
+        ids, log_probs = inputs.pop("teacher_ids"), inputs.pop("teacher_log_probs")  # [B, T, k]
+        # In one object: sharding casts the tensors that it sees among a module's inputs to bf16.
+        width = cast(Any, self.run.train).caches[0].identity.width
+        return Truncated(ids.flatten(0, 1).long(), log_probs.flatten(0, 1), width)
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         """The step's last stop before the optimiser: a gradient that is not accepted is dropped here.
@@ -260,7 +272,7 @@ class UptrainTrainer(Trainer):
                 torch.distributed.all_reduce(ce)
                 ce /= self.args.world_size
             self._sums[1] = 0
-            if self.run.teacher is not None and float(ce) > 0:
+            if self.distils and float(ce) > 0:
                 logs["ce_loss"] = float(ce) / max(1, step - self._logged_step)
             self._logged_step = step
             logs["tokens"] = tokens

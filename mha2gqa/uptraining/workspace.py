@@ -17,6 +17,7 @@ from .budget import UptrainConfig
 # Options that change how a run is carried out but not what it computes; a resumed run may differ in them.
 FREE = {
     "out",
+    "teacher_cache",
     "device",
     "torch_compile",
     "save_steps",

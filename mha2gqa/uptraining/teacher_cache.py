@@ -1,0 +1,196 @@
+"""A teacher's likeliest tokens on the blocks of a run, computed once and kept on disk for later runs."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..errors import UsageError
+from ..writer import check_space
+from .batches import Batch, Blocks
+from .distillation import Teacher
+from .losses import chunk_slices, teacher_chunks
+from .workspace import changed_keys, write_json
+
+logger = logging.getLogger(__name__)
+
+MANIFEST = "manifest.json"
+SAVED_ROWS_BYTES = 1 << 28  # what an interruption may cost, of log-probabilities
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What the numbers of a cache depend on, beside the blocks.
+
+    Args:
+        teacher: The teacher's fingerprint, see `workspace.checkpoint_stamp`.
+        top_k: Tokens kept at each position.
+        temperature: By which the distribution was softened.
+        width: Columns of the distribution.
+        window: Inputs per block T.
+        isolated: Whether packed documents were kept apart.
+        dtype: What the teacher ran in.
+    """
+
+    teacher: str
+    top_k: int
+    temperature: float
+    width: int
+    window: int
+    isolated: bool
+    dtype: str
+
+
+class TeacherCache:
+    """Ids and log-probabilities of the teacher's top k for rows of blocks, appended as they are computed.
+
+    The folder holds the blocks themselves, so that a run whose blocks begin alike uses what is there and adds
+    the rest.
+
+    Args:
+        folder: Where it is or will be.
+        identity: What it must have been made of.
+
+    Raises:
+        UsageError: The folder is a cache of something else; what differs is named.
+    """
+
+    def __init__(self, folder: Path, identity: Identity) -> None:
+        self.folder, self.identity = folder, identity
+        small = identity.width <= 2**16
+        k, window = identity.top_k, identity.window
+        self.parts: dict[str, tuple[Any, tuple[int, ...]]] = {
+            "blocks": (np.int32, (window + 1,)),
+            "ids": (np.uint16 if small else np.int32, (window, k)),
+            "log_probs": (np.float32, (window, k)),
+        }
+        self.rows = 0
+        if (folder / MANIFEST).exists():
+            found = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+            changed = changed_keys(found["made_of"], vars(identity))
+            if changed:
+                raise UsageError(
+                    f"was made otherwise ({'; '.join(changed)})",
+                    where=f"teacher_cache {folder}",
+                    fix="give another folder, or delete this one",
+                )
+            self.rows = int(found["rows"])
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes on disk of one block."""
+        return sum(np.dtype(kind).itemsize * int(np.prod(shape)) for kind, shape in self.parts.values())
+
+    def missing(self, blocks: Blocks) -> int:
+        """How many rows of `blocks` are still to be computed.
+
+        Raises:
+            UsageError: The cache is of other data.
+        """
+        known = min(self.rows, len(blocks))
+        if known and not np.array_equal(self._map("blocks")[:known], np.asarray(blocks[:known], np.int32)):
+            raise UsageError(
+                "was made of other data (or another seed, tokenizer or split)",
+                where=f"teacher_cache {self.folder}",
+                fix="give another folder, or delete this one",
+            )
+        return len(blocks) - known
+
+    def _map(self, name: str) -> np.ndarray:
+        kind, shape = self.parts[name]
+        return np.memmap(self.folder / f"{name}.bin", kind, "r", shape=(self.rows, *shape))
+
+    def fill(
+        self, blocks: Blocks, teacher: Teacher, collate: Callable[..., Batch], size: int, device: torch.device
+    ) -> int:
+        """Compute and append what is missing; an interrupted call goes on where its last save was.
+
+        Args:
+            blocks: Rows `[N, T + 1]`.
+            teacher: The original.
+            collate: Makes a batch of rows.
+            size: Rows per forward pass.
+            device: The teacher's.
+
+        Returns:
+            Rows computed.
+
+        Raises:
+            CheckpointError: The disk has no space for it.
+        """
+        missing = self.missing(blocks)
+        if not missing:
+            return 0
+        check_space(self.folder, missing * self.row_bytes)
+        logger.info(
+            "the teacher's top %d of %d blocks: %.2f GB in %s",
+            self.identity.top_k,
+            missing,
+            missing * self.row_bytes / 1e9,
+            self.folder,
+        )
+        self.folder.mkdir(parents=True, exist_ok=True)
+        files = {}
+        for name, (kind, shape) in self.parts.items():
+            path = self.folder / f"{name}.bin"
+            path.touch()
+            files[name] = path.open("r+b")
+            files[name].truncate(self.rows * np.dtype(kind).itemsize * int(np.prod(shape)))
+            files[name].seek(0, os.SEEK_END)
+        try:
+            pending = 0
+            for start in range(self.rows, len(blocks), size):
+                rows = np.asarray(blocks[start : start + size], np.int32)
+                batch = collate(rows, keys=list(range(start, start + len(rows))))
+                found = self._top(teacher, {name: x.to(device) for name, x in batch.items()})
+                for name, values in zip(self.parts, (rows, *found), strict=True):
+                    files[name].write(np.ascontiguousarray(values, self.parts[name][0]).tobytes())
+                pending += len(rows)
+                if pending * self.row_bytes >= SAVED_ROWS_BYTES or start + size >= len(blocks):
+                    self._save(files, pending)
+                    pending = 0
+        finally:
+            for file in files.values():
+                file.close()
+        return missing
+
+    def _save(self, files: Mapping[str, Any], rows: int) -> None:
+        for file in files.values():
+            file.flush()
+            os.fsync(file.fileno())
+        self.rows += rows
+        write_json(
+            self.folder / MANIFEST, {"schema_version": 1, "rows": self.rows, "made_of": vars(self.identity)}
+        )
+
+    @torch.no_grad()
+    def _top(self, teacher: Teacher, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+        """Ids and log-probabilities `[B, T, k]` of a batch, chunk by chunk."""
+        shape = (*batch["input_ids"].shape, self.identity.top_k)
+        states = teacher.states(batch)
+        chunk, width = teacher_chunks(states, teacher.head), self.identity.width
+        ids, log_probs = [], []
+        for part in chunk_slices(len(states), width, states.device.type):
+            z: Any = chunk(part)
+            soft = torch.log_softmax(z[:, :width].float() / self.identity.temperature, -1)
+            best = soft.topk(self.identity.top_k, dim=-1)
+            ids.append(best.indices.cpu())
+            log_probs.append(best.values.cpu())
+        return torch.cat(ids).view(shape).numpy(), torch.cat(log_probs).view(shape).numpy()
+
+    def read(self, rows: Sequence[int]) -> dict[str, Tensor]:
+        """`teacher_ids` and `teacher_log_probs` `[B, T, k]` of some rows."""
+        ids, log_probs = self._map("ids"), self._map("log_probs")
+        return {
+            "teacher_ids": torch.from_numpy(np.stack([ids[row] for row in rows]).astype(np.int32)),
+            "teacher_log_probs": torch.from_numpy(np.stack([log_probs[row] for row in rows])),
+        }

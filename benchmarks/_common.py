@@ -55,15 +55,15 @@ def write_json(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def anonymous_bytes(pid: int) -> int:
-    """Anonymous resident memory of one process in bytes (mapped files left out); 0 once it is gone."""
+    """Anonymous resident memory of a process and its children in bytes (mapped files left out); 0 once gone."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
+        threads = [thread.read_text() for thread in Path(f"/proc/{pid}/task").glob("*/children")]
     except OSError:
         return 0
-    for line in status.splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) * 1024
-    return 0
+    own = [int(line.split()[1]) for line in status.splitlines() if line.startswith("RssAnon:")]
+    children = [int(child) for thread in threads for child in thread.split()]
+    return sum(own) * 1024 + sum(map(anonymous_bytes, children))
 
 
 def watch(command: Sequence[str], interval: float = 0.01) -> dict[str, float]:
@@ -71,7 +71,7 @@ def watch(command: Sequence[str], interval: float = 0.01) -> dict[str, float]:
 
     Args:
         command: The command line.
-        interval: Seconds between two looks at its memory.
+        interval: Seconds between two looks at its memory and its children's.
 
     Returns:
         `seconds` up to the end of the sync, `seconds_to_exit`, `peak_anonymous_mib` (0 where there is no

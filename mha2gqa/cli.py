@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any, get_args
 
 import click
@@ -112,13 +113,17 @@ def plan(source: str, **words: Any) -> None:
 def convert(source: str, out: str, **words: Any) -> None:
     """Write SOURCE with G key/value heads to the new folder OUT."""
     fit = fit_words(words.pop("fit"))
-    from .conversion import convert as call
-    from .reconstruct import ReconstructConfig
-
-    words["fit"] = ReconstructConfig(**fit) if fit else None
     groups = words.pop("groups")
-    with progress_bar("convert") as progress, progress_stages() as stage:
-        result = call(source, out, groups, progress=progress, stage=stage, **given(words))
+    from .checker import Checker
+
+    # First of all: it loads transformers while this process loads torch and copies. To calibrate needs both.
+    early = nullcontext() if words["calibration"] else Checker()
+    with early as checker, progress_bar("convert") as progress, progress_stages() as stage:
+        from .conversion import convert as call
+        from .reconstruct import ReconstructConfig
+
+        words["fit"] = ReconstructConfig(**fit) if fit else None
+        result = call(source, out, groups, progress=progress, stage=stage, checker=checker, **given(words))
     emit(result)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from .calibrated import WINDOW, Calibrated, CalibrationOptions, Stage, calibrate, convert_model
+from .checker import Checker
 from .checkpoint import MANIFEST, Checkpoint, open_checkpoint
 from .errors import CheckpointError, UnsupportedModelError
 from .inmemory import convert_state_dict
@@ -21,8 +21,8 @@ from .planning import ATTENTION, Groupings, Plan, SiteRewriter, plan_conversion
 from .reconstruct import ReconstructConfig
 from .reexpress import Reexpressed, as_architecture, carry_tokenizer, written
 from .results import Result
-from .twin import Check, check_twin
-from .verification import failed, verify_folder
+from .twin import Check
+from .verification import failed
 from .writer import (
     NewTensor,
     check_output,
@@ -95,6 +95,7 @@ def convert(
     trust_remote_code: bool = False,
     progress: Callable[[int, int], None] | None = None,
     stage: Stage | None = None,
+    checker: Checker | None = None,
 ) -> ConvertResult:
     """Write SOURCE with `groups` key/value heads to the folder OUT.
 
@@ -125,6 +126,7 @@ def convert(
         trust_remote_code: Consent to code the source brings along, where calibration must run it.
         progress: Called with `(bytes written, bytes in all)`.
         stage: Called with the name of a calibration stage, what is done of it, and how much there is.
+        checker: What checks the result, if it has been started already.
 
     Returns:
         What was done, layer by layer, and every check on the result.
@@ -171,7 +173,7 @@ def convert(
     with written(seen, out, trust_remote_code) if calibration else nullcontext(seen) as checkpoint:
         calibrated = calibrate(checkpoint, plan, options)
         job = _Job(str(source), original, seen, out, force, trust_remote_code)
-        return _publish(job, checkpoint, calibrated, max_shard_size, progress)
+        return _publish(job, checkpoint, calibrated, max_shard_size, progress, checker)
 
 
 @dataclass(frozen=True)
@@ -201,6 +203,7 @@ def _publish(
     calibrated: Calibrated,
     max_shard_size: int | None,
     progress: Callable[[int, int], None] | None,
+    checker: Checker | None,
 ) -> ConvertResult:
     """Stream the new checkpoint beside OUT, check it, and let it appear only if it holds."""
     plan, rewriters = calibrated.plan, calibrated.rewriters
@@ -219,15 +222,13 @@ def _publish(
         if progress:
             progress(done, total)
 
-    with ThreadPoolExecutor(1) as pool, publish(job.out, job.force) as folder:
-        # Loading transformers and running the small twin takes seconds: they pass while bytes are copied.
-        twin = pool.submit(check_twin, plan.config, plan.source)
+    with nullcontext(checker) if checker else Checker() as checking, publish(job.out, job.force) as folder:
+        checking.expect(plan.config, plan.source)
         write_shards(checkpoint, shards, folder, advance)
         copy_side_files(job.original, folder)
         write_config(folder, plan)
         names = [name for shard in shards for name in shard.entries]
-        oracles = twin.result()
-        checks = [*verify_folder(folder, expected=names), oracles, *_tokenizer_check(job, folder)]
+        checks = [*checking.check(folder, names), *_tokenizer_check(job, folder)]
         if broken := failed(checks):
             raise CheckpointError(
                 f"the result failed its check: {broken}", where=job.out, fix="nothing was published"

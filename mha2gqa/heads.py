@@ -297,14 +297,15 @@ def pool(x: Tensor, grouping: Grouping, how: str = "mean") -> Tensor:
     size (in float32 they do not for sizes 3, 5, 6, 7).
     """
     if how == "first":
-        return x[[group[0] for group in grouping]]
-    pooled = []
-    for first, *others in grouping:  # a head at a time: float64 copies that stay in the cache
-        total = x[first].to(torch.float64, copy=True)
+        return x.index_select(0, torch.tensor([group[0] for group in grouping], device=x.device))
+    pooled = x.new_empty(len(grouping), *x.shape[1:])
+    total = x.new_empty(x.shape[1:], dtype=torch.float64)
+    for g, (first, *others) in enumerate(grouping):  # a head at a time: what is added up stays in the cache
+        total.copy_(x[first])
         for head in others:
             total += x[head]
-        pooled.append(total.div_(1 + len(others)).to(x.dtype))
-    return torch.stack(pooled)
+        pooled[g] = total.div_(1 + len(others))
+    return pooled
 
 
 def pool_extras(

@@ -346,7 +346,8 @@ def site_changes(
     names = site.site.names
     empty = {role: torch.empty(tuple(shapes[name]), device="meta") for role, name in names.items()}
     weights = heads.split(plan.spec, site.geometry, empty)
-    pooled = MERGERS["mean"](weights, site.grouping, MergeContext(plan.spec, 0)).weights
+    # Not by the mean: adding on the meta device loads a second's worth of torch.
+    pooled = MERGERS["first"](weights, site.grouping, MergeContext(plan.spec, 0)).weights
     stored = {role: tuple(x.shape) for role, x in heads.unsplit(plan.spec, pooled).items() if role in names}
     shared = {f"{norm}.{leaf}" for norm in plan.spec.qk_norm for leaf in ("weight", "bias")}
     lost = [role for role in names if role not in stored and role not in shared]
@@ -418,8 +419,9 @@ class SiteRewriter:
 
 
 def rms(x: Tensor) -> float:
-    """Root mean square of `[K, …]`, a head at a time so that no float32 copy of the whole is made."""
-    return math.sqrt(sum(float(head.float().square().sum()) for head in x) / x.numel())
+    """Root mean square of `[K, …]`, summed in float32 a head at a time, without a copy."""
+    norms = (float(torch.linalg.vector_norm(head, dtype=torch.float32)) for head in x)
+    return math.sqrt(sum(norm * norm for norm in norms) / x.numel())
 
 
 def layer_report(plan: Plan, site: Site, before: Mapping[str, Tensor], merged: Merged) -> dict[str, Any]:

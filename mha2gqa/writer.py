@@ -10,6 +10,7 @@ import os
 import shutil
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -104,8 +105,13 @@ def write_shards(
         out: An existing folder.
         progress: Called with the bytes just written.
     """
-    for shard in shards:
-        _write_shard(checkpoint, shard, out / shard.name, progress)
+    with ThreadPoolExecutor(1) as aside:  # the disk takes in one file while the next is made
+        synced = []
+        for shard in shards:
+            _write_shard(checkpoint, shard, out / shard.name, progress)
+            synced.append(aside.submit(_sync, out / shard.name))
+    for file in synced:
+        file.result()
     if len(shards) > 1 or shards[0].name != SINGLE:
         entries = [entry for shard in shards for entry in shard.entries.values()]
         index = {
@@ -140,8 +146,6 @@ def _write_shard(
                 written = _write_tensor(file, checkpoint, run, shard.entries[run])
             if progress:
                 progress(written)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _runs(ordered: Sequence[tuple[str, TensorInfo | NewTensor]]) -> Iterator[str | tuple[str, int, int]]:
@@ -193,7 +197,7 @@ def _write_tensor(file: BinaryIO, checkpoint: Checkpoint, name: str, entry: Tens
         raise AssertionError(
             f"{name}: made {tensor.dtype} {tuple(tensor.shape)}, planned {entry.dtype} {entry.shape}"
         )
-    if isinstance(entry, NewTensor) and tensor.is_floating_point() and not torch.isfinite(tensor).all():
+    if isinstance(entry, NewTensor) and not _finite(tensor):
         raise CheckpointError(
             "NaN or infinity in the result",
             where=name,
@@ -202,6 +206,13 @@ def _write_tensor(file: BinaryIO, checkpoint: Checkpoint, name: str, entry: Tens
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     file.write(flat.numpy().data)
     return flat.numel()
+
+
+def _finite(tensor: Tensor) -> bool:
+    """Whether no number is NaN or infinite: either would show in the extremes (nothing else is made)."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return True
+    return all(bool(extreme.isfinite()) for extreme in torch.aminmax(tensor))
 
 
 def write_text(path: Path, text: str) -> None:
@@ -301,10 +312,15 @@ def publish(out: Path, force: bool = False) -> Iterator[Path]:
         raise
 
 
+def _sync(path: Path, flags: int = os.O_RDWR) -> None:
+    """Return when a file (or, opened to be read, a folder) is on the disk."""
+    handle = os.open(path, flags)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 def _sync_folder(path: Path) -> None:
     with suppress(OSError):  # some file systems cannot sync a folder
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        _sync(path, os.O_RDONLY)

@@ -53,7 +53,10 @@ def test_watch_sees_anonymous_memory_and_not_files(tmp_path: Path) -> None:
     lines += ["m = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)", "sum(m[::4096])"]
     mapped = "; ".join(lines)
     read = _common.watch([sys.executable, "-c", hold.format(mapped)])
-    assert 60 < grown["peak_anonymous_mib"] < 100
+    starts = "import subprocess, sys; subprocess.run([sys.executable, '-c', {!r}])"
+    inside = hold.format("x = bytearray(64 << 20)")
+    child = _common.watch([sys.executable, "-c", starts.format(inside)])
+    assert 60 < grown["peak_anonymous_mib"] < 100 and 60 < child["peak_anonymous_mib"] < 120
     assert read["peak_anonymous_mib"] < 40
     assert grown["seconds"] >= grown["seconds_to_exit"] > 0.3
 

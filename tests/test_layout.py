@@ -36,6 +36,7 @@ LAYERS = [
     "reconstruct",
     "twin",
     "verification",
+    "checker",
     "calibrated",
     "conversion",
     "uptraining",

@@ -1,0 +1,95 @@
+"""Checks made by another process: the same verdicts, whatever becomes of that process."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import pico_llama
+
+from mha2gqa import checker
+from mha2gqa.checker import Checker
+from mha2gqa.conversion import convert
+from mha2gqa.errors import CheckpointError
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A source and its conversion."""
+    root = tmp_path_factory.mktemp("checker")
+    pico_llama().save_pretrained(root / "pico")
+    convert(root / "pico", root / "out", 2)
+    return root / "pico", root / "out"
+
+
+def configs(folders: tuple[Path, Path]) -> list[dict[str, object]]:
+    source, out = ({**json.loads((folder / "config.json").read_text())} for folder in folders)
+    return [out, source]
+
+
+def names(folder: Path) -> list[str]:
+    from mha2gqa.checkpoint import open_checkpoint
+
+    return list(open_checkpoint(folder).tensors)
+
+
+def process(code: str = "") -> subprocess.Popen[str]:
+    """The checking process, or another that runs `code` in its place."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checker, "_SERVE", code or checker._SERVE)
+        started = checker._start()
+    assert started is not None
+    return started
+
+
+def test_both_ways_find_the_same(folders: tuple[Path, Path]) -> None:
+    with Checker() as here, Checker() as there:
+        assert here._process is None  # transformers is loaded
+        there._process = process()
+        for each in (here, there):
+            each.expect(*configs(folders))
+        found = [each.check(folders[1], names(folders[1])) for each in (here, there)]
+    assert found[0] == found[1]
+    assert [check.ok for check in found[0]] == [True] * 5
+
+
+def test_the_other_process_sees_what_is_wrong(folders: tuple[Path, Path]) -> None:
+    with Checker() as there:
+        there._process = process()
+        there.expect(*configs(folders))
+        checks = there.check(folders[1], [*names(folders[1]), "model.lost.weight"])
+    assert [check.name for check in checks if check.ok is False] == ["tensor names"]
+
+
+@pytest.mark.parametrize(
+    "code", ["raise SystemExit(1)", "print('half', end='')", "import sys; sys.stdin.close()"]
+)
+def test_a_process_that_dies_leaves_no_check_out(folders: tuple[Path, Path], code: str) -> None:
+    with Checker() as there:
+        there._process = process(code)
+        there.expect(*configs(folders))
+        assert [check.ok for check in there.check(folders[1], names(folders[1]))] == [True] * 5
+
+
+def test_a_failed_check_of_the_other_process_publishes_nothing(
+    folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mha2gqa.conversion.write_config", lambda *_: None)  # the folder lacks its config
+    with Checker() as there, pytest.raises(CheckpointError, match="nothing was published"):
+        there._process = process()
+        convert(folders[0], tmp_path / "out", 2, checker=there)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_refusal_ends_the_process(folders: tuple[Path, Path]) -> None:
+    with Checker() as there:
+        there._process = started = process()
+    assert started.poll() is not None
+
+
+def test_the_module_is_light() -> None:
+    code = "import sys, mha2gqa.checker; assert not {'torch', 'numpy', 'transformers'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -14,6 +14,26 @@ VARIANTS: dict[str, tuple[bool, bool]] = {
     "reconstruct": (False, True),
     "refit+reconstruct": (True, True),
 }
+# Other ways of fitting, on top of `refit+reconstruct` (keys of ReconstructConfig).
+FITS: dict[str, dict[str, Any]] = {
+    "fisher": {"weighting": "fisher"},
+    "averaged": {"schedule": "cosine", "average": 0.2},
+    "long": {"steps": 2000, "patience": 12},
+    "distill": {"distill_steps": 300},
+    "distill-slow": {"distill_steps": 300, "distill_rate": 5e-4},
+    "distill-fast": {"distill_steps": 300, "distill_rate": 2e-3},
+    "distill-long": {"distill_steps": 1000},
+    "distill-only": {"steps": 0, "distill_steps": 1000},
+    "fisher+distill": {"weighting": "fisher", "distill_steps": 300},
+}
+VARIANTS |= {f"refit+reconstruct+{name}": (True, True) for name in FITS}
+
+
+def fit_words(variant: str) -> dict[str, Any]:
+    """How the fit of a variant differs from the default."""
+    return FITS.get(variant.removeprefix("refit+reconstruct+"), {})
+
+
 OBJECTIVES = ("mean+ce", "mean+kd", "joint+ce", "joint+kd", "original+ce")
 
 

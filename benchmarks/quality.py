@@ -35,6 +35,7 @@ from _quality_rows import (
     baseline_rows,
     convert_flops,
     convert_rows,
+    fit_words,
     model_shape,
     uptrain_flops,
     uptrain_rows,
@@ -44,6 +45,7 @@ from mha2gqa.conversion import convert
 from mha2gqa.data import held_out, read_documents, token_blocks
 from mha2gqa.evaluation import block_loss
 from mha2gqa.loading import load_config_json, load_model, load_tokenizer, resolve_device
+from mha2gqa.reconstruct import ReconstructConfig
 from mha2gqa.uptraining import uptrain
 
 STAGES = ("baselines", "convert", "tune", "uptrain")
@@ -96,7 +98,7 @@ class Bench:
 
     def protocol(self) -> dict[str, Any]:
         """How losses are computed; rows are comparable only where this is equal."""
-        blocks = self.blocks["valid"]
+        blocks = self.blocks[self.args.text]
         return {
             "name": self.protocol_name,
             "window": self.args.window,
@@ -104,15 +106,15 @@ class Bench:
             "blocks": len(blocks),
             "tokens": blocks[:, 1:].numel(),
             "sha256": hashlib.sha256(blocks.numpy().tobytes()).hexdigest(),
-        }
+        } | ({} if self.args.text == "valid" else {"text": "held-out side of the training text"})
 
-    def loss(self, folder: str | Path, text: str = "valid") -> float:
-        """Nats per token of a checkpoint; remembers its shape."""
+    def loss(self, folder: str | Path, text: str = "") -> float:
+        """Nats per token of a checkpoint on `text` (by default what `--text` says); remembers its shape."""
         model = load_model(
             folder, dtype="float32", device=self.device, trust_remote_code=self.args.trust_remote_code
         )
         self.shapes[str(folder)] = self.shape_of(model)
-        value = self.score(model, self.blocks[text])
+        value = self.score(model, self.blocks[text or self.args.text])
         del model
         gc.collect()
         if torch.cuda.is_available():
@@ -160,6 +162,7 @@ class Bench:
                     "statistics": str(self.args.work / f"{Path(self.args.model).name}.statistics"),
                     "refit": refit,
                     "reconstruct": reconstruct,
+                    "fit": ReconstructConfig(**fit_words(row.variant)),
                     "device": self.device,
                 }
             if row.variant == "neighbours":
@@ -194,11 +197,13 @@ class Bench:
             fitted=bool(fit),
             whole_layer=fit.get("unit") == "layer",
         )
+        ends = about.get("distilled_token_visits", 0)  # end to end, like uptraining by distillation
+        flops += uptrain_flops(self.shape(folder), self.shape(self.args.model), ends, self.args.window)
         return {
             "flops": flops,
             "seconds": round(seconds, 1),
             "unique_tokens": tokens,
-            "token_visits": about.get("token_visits", 0),
+            "token_visits": about.get("token_visits", 0) + ends,
             "calibration_losses": about.get("losses", {}),
             "stage_seconds": about.get("seconds", {}),
         }
@@ -233,7 +238,7 @@ class Bench:
         )
         seconds = time.monotonic() - began
         tokens = result.budget["tokens"]
-        loss = self.loss(out, "tune" if row.stage == "tune" else "valid")
+        loss = self.loss(out, "tune" if row.stage == "tune" else "")
         teacher = self.shape(self.args.model) if objective == "kd" else None
         flops = uptrain_flops(self.shape(out), teacher, tokens, self.args.window)
         shutil.rmtree(out)
@@ -390,6 +395,12 @@ def parse_args(
     add("--out", type=Path, default=RESULTS / "quality.json")
     add("--resume", type=Path, nargs="+", default=[], help="files whose rows are taken over into --out")
     add("--work", type=Path, default=Path("out/quality"), help="scratch folder, reused by the next call")
+    add(
+        "--text",
+        choices=("valid", "tune"),
+        default="valid",
+        help="tune: choose a configuration, read no VALID",
+    )
     add("--stages", nargs="+", choices=STAGES, default=["baselines", "convert", "uptrain"])
     add("--groups", nargs="+", type=int, default=[4, 8, 2, 1])
     add("--methods", nargs="+", default=["joint", "mean", "align"])

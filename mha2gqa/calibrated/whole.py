@@ -20,7 +20,7 @@ from ..errors import UsageError
 from ..inmemory import assemble, plan_model
 from ..loading import free_memory, load_model, load_tokenizer, resolve_device, weight_bytes
 from ..planning import ATTENTION, Groupings, Plan, Site, SiteRewriter
-from ..reconstruct import LayerFit, ReconstructConfig, reconstruct
+from ..reconstruct import LayerFit, ReconstructConfig, distill, reconstruct
 from .groups import grouped
 from .inputs import Inputs, calibration_inputs, held_out_loss, split_held_out
 from .options import CALIBRATED, CalibrationOptions, Stage
@@ -221,7 +221,11 @@ def _fit(
         errors = {"error_merged": fit.before, "error_refitted": fit.refitted, "error_fitted": fit.after}
         reports[fit.path] |= {name: x for name, x in errors.items() if x is not None}
     most = max((fit.steps for fit in fits), default=0)
-    result.about |= {"fit": asdict(fitted), "token_visits": most * fitted.batch_size * inputs.window}
+    each = fitted.batch_size * inputs.window
+    result.about |= {"fit": asdict(fitted), "token_visits": most * each}
+    if fitted.regress and fitted.distill_steps:
+        done = distill(teacher, result.model, spec, inputs.read, fitted, student_spec=own)
+        result.about |= {"distilled": asdict(done), "distilled_token_visits": done.steps * each}
 
 
 # --- a checkpoint, through its model -------------------------------------------------------------------

@@ -34,7 +34,9 @@ class FitRecipe(Section):
         unit: Whose output is matched: `attention` or the whole `layer`.
         inputs: Whose stream a module reads meanwhile: `student` or `teacher`.
         average: Share of the last steps whose weights are averaged.
+        weighting: How errors of a target count: `plain`, or by their effect on predictions (`fisher`).
         holdout, check_every, patience: Early stopping on blocks kept aside.
+        distill_steps, distill_rate: Training of all modules together, end to end, after that.
     """
 
     steps: int | None = None
@@ -46,10 +48,13 @@ class FitRecipe(Section):
     ridge: float | None = None
     unit: Literal["attention", "layer"] | None = None
     inputs: Literal["student", "teacher"] | None = None
+    weighting: Literal["plain", "fisher"] | None = None
     average: float | None = None
     holdout: float | None = None
     check_every: int | None = None
     patience: int | None = None
+    distill_steps: int | None = None
+    distill_rate: float | None = None
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ stream each, never all layers' activations, and nothing is ever back-propagated 
 """
 
 from .config import ReconstructConfig
+from .distill import Distilled, distill
 from .stages import LayerFit, reconstruct
 
-__all__ = ["LayerFit", "ReconstructConfig", "reconstruct"]
+__all__ = ["Distilled", "LayerFit", "ReconstructConfig", "distill", "reconstruct"]

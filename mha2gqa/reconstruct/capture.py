@@ -158,19 +158,30 @@ class Calls:
         fixed: The other arguments, as of a batch of `size` rows.
         target: `[N, T, D]` what the module should return.
         size: Rows per batch; masks may depend on it.
+        metric: `[D, D]` or None: errors are multiplied by it, each token's taken relative to its target's
+            length (what follows normalises it); trace(metric metricᵀ) is D.
     """
 
     rows: dict[str, Tensor]
     fixed: dict[str, Any]
     target: Tensor
     size: int
+    metric: Tensor | None = None
     scale: float = field(init=False)
 
     def __post_init__(self) -> None:
-        self.scale = float(self.target.float().var()) or 1.0
+        self.scale = float(self.target.float().var()) or 1.0 if self.metric is None else 1.0
 
     def __len__(self) -> int:
         return len(self.target)
+
+    def loss(self, output: Tensor, index: Tensor) -> Tensor:
+        """Mean squared error of `output` on the rows `index`, about relative to the target's variance."""
+        target = self.target[index].float()
+        error = output.float() - target
+        if self.metric is not None:
+            error = error @ self.metric / target.square().mean(-1, keepdim=True).sqrt().clamp_min(1e-12)
+        return error.square().mean() / self.scale
 
     def output(self, module: nn.Module, index: Tensor) -> Tensor:
         """Run `module` alone on the rows `index` (`size` of them)."""
@@ -178,7 +189,13 @@ class Calls:
 
 
 def gather(
-    student: Stream, module: nn.Module, teacher: Stream, target: nn.Module, own: bool, which: range
+    student: Stream,
+    module: nn.Module,
+    teacher: Stream,
+    target: nn.Module,
+    own: bool,
+    which: range,
+    metric: Tensor | None = None,
 ) -> Calls:
     """Pair what `module` reads with what the original's module returns.
 
@@ -187,6 +204,7 @@ def gather(
         teacher, target: Where the original is, and its module.
         own: Whether `module` reads what it sees in the student, or what the original's sees.
         which: Batches.
+        metric: See `Calls`.
     """
     sample = student.call(module, which[0], before=True)
     kept: dict[str, list[Tensor]] = {name: [] for name in sample.rows}
@@ -199,7 +217,7 @@ def gather(
         for name, x in zip(kept, source.values(), strict=True):  # parameter names may differ
             kept[name].append(x)
     rows = {name: torch.cat(x) for name, x in kept.items()}
-    return Calls(rows, sample.fixed, torch.cat(targets), student.size)
+    return Calls(rows, sample.fixed, torch.cat(targets), student.size, metric)
 
 
 def slice_rows(inputs: Batch | Tensor, stop: int) -> Batch | Tensor:

@@ -27,10 +27,15 @@ class ReconstructConfig:
             feed-forward part frozen), which weighs an error by what the layer makes of it.
         inputs: What a module reads while it is fitted: the `student`'s own stream, so that it also repairs
             the drift of the layers before it, or the `teacher`'s.
+        weighting: How errors of a module's target count: `plain`, or by what they do to the original's
+            predictions (`fisher`: one backward pass of the original tells for each layer; needs unit `layer`).
         average: Share of the last steps whose weights are averaged; 0 takes the last ones.
         holdout: Share of the blocks kept aside; the best state on them wins.
         check_every: Steps between looks at the held-out blocks.
         patience: Looks without improvement after which a module is done.
+        distill_steps: Afterwards, steps that train the projections of all modules together, end to end, on
+            the original's predictions for the same text. Needs the memory of such training; 0 leaves it out.
+        distill_rate: Peak rate of Adam in these.
         seed: Order of the blocks.
     """
 
@@ -46,10 +51,13 @@ class ReconstructConfig:
     betas: tuple[float, float] = (0.9, 0.99)
     unit: Literal["attention", "layer"] = "layer"
     inputs: Literal["student", "teacher"] = "student"
+    weighting: Literal["plain", "fisher"] = "plain"
     average: float = 0.0
     holdout: float = 0.05
     check_every: int = 50
     patience: int = 6
+    distill_steps: int = 0
+    distill_rate: float = 1e-3
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -63,6 +71,9 @@ class ReconstructConfig:
             ("holdout", 0 < self.holdout < 1),
             ("check_every", self.check_every >= 1),
             ("patience", self.patience >= 1),
+            ("distill_steps", self.distill_steps >= 0),
+            ("distill_rate", self.distill_rate > 0),
+            ("weighting", self.weighting == "plain" or self.unit == "layer"),
         ):
             if not good:
                 raise UsageError(

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import mse_loss
 
 from .capture import Calls
 from .config import ReconstructConfig
+from .modes import autocast
 
 
 def rate(step: int, config: ReconstructConfig) -> float:
@@ -36,22 +36,15 @@ def row_order(count: int, size: int, seed: int) -> Iterator[Tensor]:
         left = left[size:]
 
 
-def _autocast(like: Tensor) -> contextlib.AbstractContextManager[object]:
-    """bfloat16 products on a GPU, and wherever the model itself is in half precision."""
-    if like.device.type == "cuda" or like.dtype in (torch.bfloat16, torch.float16):
-        return torch.autocast(like.device.type, torch.bfloat16)
-    return contextlib.nullcontext()
-
-
 @torch.no_grad()
 def relative_error(module: nn.Module, calls: Calls) -> float:
     """Squared error over the target's variance, on all rows."""
     total = 0.0
     for index in torch.arange(len(calls)).split(calls.size):
-        with _autocast(calls.target):
+        with autocast(calls.target):
             out = calls.output(module, index)
-        total += float(mse_loss(out.float(), calls.target[index].float())) * len(index)
-    return total / len(calls) / calls.scale
+        total += float(calls.loss(out, index)) * len(index)
+    return total / len(calls)
 
 
 def _optimizer(
@@ -78,51 +71,57 @@ def regress(
 
     Args:
         module: What is run: an attention module, or the block around it.
-        parameters: What is trained, float32; nothing else of the module may require gradients.
+        parameters: What is trained: float32, asking for gradients, and nothing else of the module.
         train, held_out: Rows and targets.
         config: Steps, rate, patience.
 
     Returns:
         Steps made.
     """
-    for p in parameters:
-        p.requires_grad_(True)
-    try:
-        return _fit(module, parameters, train, held_out, config)
-    finally:
-        for p in parameters:
-            p.requires_grad_(False)
-            p.grad = None
+    order = row_order(len(train), train.size, config.seed)
+
+    def backward() -> None:
+        index = next(order).to(train.target.device)
+        with autocast(train.target):
+            out = train.output(module, index)
+        train.loss(out, index).backward()
+
+    return descend(parameters, backward, lambda: relative_error(module, held_out), config)
 
 
-def _fit(
-    module: nn.Module,
+def descend(
     parameters: Sequence[nn.Parameter],
-    train: Calls,
-    held_out: Calls,
+    backward: Callable[[], None],
+    judge: Callable[[], float],
     config: ReconstructConfig,
 ) -> int:
-    best, waited = relative_error(module, held_out), 0
+    """Adam down a loss; the weights that `judge` liked best are kept.
+
+    Args:
+        parameters: What is trained.
+        backward: Adds the gradients of the next batch to them.
+        judge: An error of the parameters as they are, lower is better.
+        config: Steps, rate, schedule, patience.
+
+    Returns:
+        Steps made.
+    """
+    best, waited = judge(), 0
     kept, step = [p.detach().clone() for p in parameters], -1
     optimizer, peaks = _optimizer(parameters, config)
-    order = row_order(len(train), train.size, config.seed)
     averaged: list[Tensor] = []
     first_averaged = config.steps - int(config.average * config.steps)
     for step in range(config.steps):
         for group, peak in zip(optimizer.param_groups, peaks, strict=True):
             group["lr"] = peak * rate(step, config)
-        index = next(order).to(train.target.device)
-        with _autocast(train.target):
-            out = train.output(module, index)
-        loss = mse_loss(out.float(), train.target[index].float()) / train.scale
-        loss.backward()
+        backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         if step >= first_averaged:
             _average(averaged, parameters, step - first_averaged)
         if (step + 1) % config.check_every == 0 or step + 1 == config.steps:
             with _swapped(parameters, averaged):
-                now = relative_error(module, held_out)
+                now = judge()
                 waited = 0 if now < best else waited + 1
                 if now < best:
                     best, kept = now, [p.detach().clone() for p in parameters]

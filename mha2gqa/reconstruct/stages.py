@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import re
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,6 +15,8 @@ from ..calibration import Batch, site_key
 from ..errors import DataError
 from .capture import Stream, gather, slice_rows
 from .config import ReconstructConfig
+from .fisher import fisher_metrics
+from .modes import float32, frozen, repeatable, trained_parameters
 from .refit import refit
 from .regress import regress
 
@@ -86,7 +86,7 @@ def reconstruct(
     inputs = slice_rows(inputs, held_out.stop * config.batch_size)
     pairs = _pairs(teacher, student, spec, student_spec or spec)
     fits = []
-    with _frozen(teacher, student), _repeatable():
+    with frozen(teacher, student), repeatable():
         size = config.batch_size
         walk = _Walk(
             Stream(student, inputs, size, _blocks(student, [pair.site for pair in pairs])),
@@ -95,6 +95,8 @@ def reconstruct(
             (train, held_out),
             config,
         )
+        if config.regress and config.weighting == "fisher":
+            walk.metrics = fisher_metrics(teacher, walk.teacher.batches, walk.teacher.blocks, config.seed)
         last = len(walk.student.blocks) - 1
         for i, block in enumerate(walk.student.blocks):
             for pair in pairs:
@@ -145,56 +147,6 @@ def _blocks(model: nn.Module, sites: list[AttentionSite]) -> list[str]:
     return [f"{container}.{name}" for name, _ in model.get_submodule(container).named_children()]
 
 
-@contextmanager
-def _frozen(*models: nn.Module) -> Iterator[None]:
-    """Models in eval mode, no gradients but those asked for; restored afterwards."""
-    wanted = [(p, p.requires_grad) for model in models for p in model.parameters()]
-    modes = [(model, model.training) for model in models]
-    for p, _ in wanted:
-        p.requires_grad_(False)
-    for model in models:
-        model.eval()
-    try:
-        yield
-    finally:
-        for p, value in wanted:
-            p.requires_grad_(value)
-        for model, mode in modes:
-            model.train(mode)
-
-
-@contextmanager
-def _repeatable() -> Iterator[None]:
-    """Backward passes that add up in one order, so that the same seed gives the same bytes on a GPU too."""
-    if not torch.cuda.is_available():
-        yield
-        return
-    own = torch.are_deterministic_algorithms_enabled()
-    warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    switches: Any = torch.utils.deterministic
-    fills = switches.fill_uninitialized_memory
-    with warnings.catch_warnings():
-        # Where an operation has no such form torch warns; cuBLAS is repeatable on one stream as it is.
-        warnings.filterwarnings("ignore", message=".*deterministic.*")
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        switches.fill_uninitialized_memory = False  # costs time and changes nothing here
-        try:
-            yield
-        finally:
-            torch.use_deterministic_algorithms(own, warn_only=warns)
-            switches.fill_uninitialized_memory = fills
-
-
-def trained_parameters(module: nn.Module, site: AttentionSite) -> list[nn.Parameter]:
-    """The projections of one attention module, and the gains of norms with one slice per head."""
-    wanted = {
-        name.removeprefix(f"{site.path}.")
-        for role, name in site.names.items()
-        if role.split(".")[0] in ("q", "k", "v", "o", "qkv") or role in ("q_norm.weight", "k_norm.weight")
-    }
-    return [p for name, p in module.named_parameters() if name in wanted]
-
-
 @dataclass
 class _Walk:
     """Both models at the input of the same block.
@@ -204,6 +156,7 @@ class _Walk:
         specs: Of the teacher and of the student.
         split: Batches to fit, and to judge by.
         config: What to do.
+        metrics: What an error in a block's output counts, by block; empty: all alike.
     """
 
     student: Stream
@@ -211,6 +164,7 @@ class _Walk:
     specs: tuple[AttentionSpec, AttentionSpec]
     split: tuple[range, range]
     config: ReconstructConfig
+    metrics: list[Tensor] = field(default_factory=list)
 
     def visit(self, pair: _Pair) -> LayerFit:
         """Fit one module of the current block."""
@@ -264,16 +218,10 @@ class _Walk:
         if self.config.unit == "layer":
             module, target = self.student.block, self.teacher.block
         own = self.config.inputs == "student"
+        metric = self.metrics[self.student.at] if self.metrics else None
         train, held_out = (
-            gather(self.student, module, self.teacher, target, own, which) for which in self.split
+            gather(self.student, module, self.teacher, target, own, which, metric) for which in self.split
         )
         parameters = trained_parameters(attention, pair.site)
-        dtypes = [p.dtype for p in parameters]
-        for p in parameters:
-            p.data = p.data.float()
-        try:
-            with torch.enable_grad():
-                return regress(module, parameters, train, held_out, self.config)
-        finally:
-            for p, dtype in zip(parameters, dtypes, strict=True):
-                p.data = p.data.to(dtype)
+        with float32(parameters), torch.enable_grad():
+            return regress(module, parameters, train, held_out, self.config)

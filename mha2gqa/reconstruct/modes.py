@@ -1,0 +1,87 @@
+"""The state models are in while they are fitted: frozen but for projections, repeatable, in float32."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..architectures import AttentionSite
+
+
+@contextmanager
+def frozen(*models: nn.Module) -> Iterator[None]:
+    """Models in eval mode, no gradients but those asked for; restored afterwards."""
+    wanted = [(p, p.requires_grad) for model in models for p in model.parameters()]
+    modes = [(model, model.training) for model in models]
+    for p, _ in wanted:
+        p.requires_grad_(False)
+    for model in models:
+        model.eval()
+    try:
+        yield
+    finally:
+        for p, value in wanted:
+            p.requires_grad_(value)
+        for model, mode in modes:
+            model.train(mode)
+
+
+@contextmanager
+def repeatable() -> Iterator[None]:
+    """Backward passes that add up in one order, so that the same seed gives the same bytes on a GPU too."""
+    if not torch.cuda.is_available():
+        yield
+        return
+    own = torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    switches: Any = torch.utils.deterministic
+    fills = switches.fill_uninitialized_memory
+    with warnings.catch_warnings():
+        # Where an operation has no such form torch warns; cuBLAS is repeatable on one stream as it is.
+        warnings.filterwarnings("ignore", message=".*deterministic.*")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        switches.fill_uninitialized_memory = False  # costs time and changes nothing here
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(own, warn_only=warns)
+            switches.fill_uninitialized_memory = fills
+
+
+def trained_parameters(module: nn.Module, site: AttentionSite) -> list[nn.Parameter]:
+    """The projections of one attention module, and the gains of norms with one slice per head."""
+    wanted = {
+        name.removeprefix(f"{site.path}.")
+        for role, name in site.names.items()
+        if role.split(".")[0] in ("q", "k", "v", "o", "qkv") or role in ("q_norm.weight", "k_norm.weight")
+    }
+    return [p for name, p in module.named_parameters() if name in wanted]
+
+
+@contextmanager
+def float32(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Parameters in float32 and asking for gradients; afterwards as they were, rounded back."""
+    dtypes = [p.dtype for p in parameters]
+    for p in parameters:
+        p.data = p.data.float()
+        p.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for p, dtype in zip(parameters, dtypes, strict=True):
+            p.requires_grad_(False)
+            p.grad = None
+            p.data = p.data.to(dtype)
+
+
+def autocast(like: Tensor) -> contextlib.AbstractContextManager[object]:
+    """bfloat16 products on a GPU, and wherever the model itself is in half precision."""
+    if like.device.type == "cuda" or like.dtype in (torch.bfloat16, torch.float16):
+        return torch.autocast(like.device.type, torch.bfloat16)
+    return contextlib.nullcontext()

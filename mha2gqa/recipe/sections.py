@@ -10,7 +10,7 @@ from .values import yaml_name
 
 Method = Literal["mean", "first", "random", "align", "joint"]
 Protocol = Literal["blocks", "window", "wikitext2", "rolling", "span-corruption"]
-Train = Literal["all", "attention", "lora"]
+Train = Literal["all", "attention", "lora", "qlora"]
 Objective = Literal["auto", "next-token", "span-corruption"]
 
 

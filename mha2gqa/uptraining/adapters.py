@@ -97,7 +97,9 @@ def add_adapter(model: Any, config: Mapping[str, Any], run: UptrainConfig) -> An
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
-        raise UsageError("needs the package peft", where="train lora", fix="pip install peft") from error
+        raise UsageError(
+            "needs the package peft", where=f"train {run.train}", fix="pip install peft"
+        ) from error
     plan = plan_adapter(model, config)
     torch.manual_seed(run.seed)
     wrapped = get_peft_model(
@@ -112,7 +114,7 @@ def add_adapter(model: Any, config: Mapping[str, Any], run: UptrainConfig) -> An
             task_type=None,
         ),
     )
-    _check_wrapped(wrapped, plan)
+    _check_wrapped(wrapped, plan, run)
     moving = [name for name, p in wrapped.named_parameters() if p.requires_grad]
     logger.info(
         "training %d tensors: %d modules in full (%s, …), %d by LoRA of rank %d (%s, …)",
@@ -126,14 +128,16 @@ def add_adapter(model: Any, config: Mapping[str, Any], run: UptrainConfig) -> An
     return wrapped
 
 
-def _check_wrapped(wrapped: Any, plan: AdapterPlan) -> None:
+def _check_wrapped(wrapped: Any, plan: AdapterPlan, run: UptrainConfig) -> None:
     """peft drops LoRA silently where a module is also trained in full: every module must move."""
     moving = [name for name, p in wrapped.named_parameters() if p.requires_grad]
     wanted = [f"{m}.lora_A." for m in plan.low_rank] + [f"{m}.modules_to_save." for m in plan.full]
     lost = [path for path in wanted if not any(path in name for name in moving)]
     if lost:
         raise TrainingError(
-            f"peft does not train {', '.join(lost[:3])}", where="train lora", fix="use train attention"
+            f"peft does not train {', '.join(lost[:3])}",
+            where=f"train {run.train}",
+            fix="use train attention",
         )
 
 
@@ -162,12 +166,12 @@ def merge_adapter(wrapped: Any, folder: Path, name: str, stored: torch.dtype) ->
     ids = torch.arange(width, device=device)[None]
     before = wrapped(input_ids=ids, use_cache=False).logits.float()
     merged = wrapped.merge_and_unload()
-    difference = {"exact": _difference(merged, ids, before)}
+    difference = {"exact": relative_difference(merged, ids, before)}
     rounded = {n: p.detach().to("cpu", stored) for n, p in merged.named_parameters()}
     kept = {n: p.detach().to("cpu", copy=True) for n, p in merged.named_parameters()}
     for n, p in merged.named_parameters():
         p.copy_(rounded[n])
-    difference["stored"] = _difference(merged, ids, before)
+    difference["stored"] = relative_difference(merged, ids, before)
     for n, p in merged.named_parameters():
         p.copy_(kept[n])
     if not difference["exact"] <= EXACT:
@@ -185,6 +189,7 @@ def merge_adapter(wrapped: Any, folder: Path, name: str, stored: torch.dtype) ->
     return merged, difference
 
 
-def _difference(model: Any, ids: torch.Tensor, wanted: torch.Tensor) -> float:
+def relative_difference(model: Any, ids: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Largest difference of a model's logits on `ids` to `wanted` ones, over the spread of those."""
     logits = model(input_ids=ids, use_cache=False).logits.float()
     return float((logits - wanted).abs().max() / wanted.std().clamp_min(1e-12))

@@ -10,10 +10,10 @@ from typing import Any, Literal
 from ..errors import UsageError
 from .pretraining import known_pretraining
 
-Train = Literal["all", "attention", "lora"]
+Train = Literal["all", "attention", "lora", "qlora"]
 SCHEDULES = ("linear", "cosine", "wsd", "inverse_sqrt", "constant")
 OBJECTIVES = ("auto", "next-token", "span-corruption")
-TRAINED = ("all", "attention", "lora")
+TRAINED = ("all", "attention", "lora", "qlora")
 RESIDUALS = ("float32", "bfloat16")
 
 
@@ -49,7 +49,8 @@ class UptrainConfig:
             tokens on disk; the loss is the KL over those and one bucket for all others. Further runs on the
             same blocks need no teacher.
         teacher_cache: Folder of what it said, for further runs; by default it goes with `<out>.uptrain`.
-        train: `all` parameters, `attention` only, or `lora` (pooled K/V in full, q and o low-rank).
+        train: `all` parameters, `attention` only, `lora` (pooled K/V in full, q and o low-rank), or `qlora`
+            (the same over frozen weights in 4 bits).
         lora_r, lora_alpha, lora_dropout: Adapter rank, scale and dropout.
         eval_data: Held-out text; by default a share of `data`.
         holdout: Share of documents of `data` held out by content hash when `eval_data` is None.

@@ -221,7 +221,7 @@ def forward_flops(model: Any, window: int) -> float:
         return _encoder_decoder_flops(model, window)
     config = model.config.get_text_config()
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    weights = sum(p.numel() for p in model.parameters())
+    weights = sum(_size(p) for p in model.parameters())
     if head is not None and embedding is not None and head.weight is not embedding.weight:
         weights -= embedding.weight.numel()
     heads = getattr(config, "num_attention_heads", 0)
@@ -229,11 +229,17 @@ def forward_flops(model: Any, window: int) -> float:
     return 2.0 * weights + 4.0 * config.num_hidden_layers * width * window
 
 
+def _size(parameter: Tensor) -> int:
+    """Weights of a parameter; one in 4 bits holds two to an element."""
+    state = getattr(parameter, "quant_state", None)
+    return parameter.numel() if state is None else math.prod(state.shape)
+
+
 def flops_per_token(model: Any, window: int) -> float:
     """Forward and backward FLOPs of one token: thrice the forward pass, less 2 per frozen weight."""
     embedding = model.get_input_embeddings()
     head = model.get_output_embeddings()
-    frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
+    frozen = sum(_size(p) for p in model.parameters() if not p.requires_grad)
     if embedding is not None and head is not None and head.weight is not embedding.weight:
         frozen -= 0 if embedding.weight.requires_grad else embedding.weight.numel()
     return 3 * forward_flops(model, window) - 2.0 * frozen

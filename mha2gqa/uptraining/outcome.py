@@ -30,7 +30,8 @@ class UptrainResult(Result):
         seconds: Wall time of this process.
         notices: What the user should know.
         worse: Whether the held-out loss ended above where it started.
-        merge: LoRA: largest logit differences between adapter and merged model, see `merge_adapter`.
+        merge: LoRA: largest logit differences between adapter and merged model, see `merge_adapter` and
+            `merge_quantised`.
         teacher_cache: With `teacher_top_k`: `folder`, `top_k`, `rows`, rows `computed` by this run, `bytes`,
             `flops`.
         finished_before: Whether this call only read the result of an earlier one.

@@ -24,6 +24,7 @@ from .isolation import require_isolation
 from .objectives import choose_objective, default_window, make_collator
 from .outcome import UptrainResult, summarise
 from .publishing import manifest_with, publish_trained
+from .quantised import add_quantised_adapter, merge_quantised, require_bitsandbytes
 from .session import Trained, train
 from .teaching import cache_teacher, find_teacher, load_teacher
 from .workspace import Workspace, changed_keys, checkpoint_stamp, recipe_keys
@@ -153,8 +154,12 @@ def _train_checkpoint(
     text = text_config(source.config)
     width = int(text.get("hidden_size") or text.get("d_model") or 512)
     args = build_arguments(config, budget, workspace.root, width, evaluates=True)
-    if config.train == "lora" and args.fsdp:
-        raise UsageError("is not possible with fsdp", where="train lora", fix="use torchrun without fsdp")
+    if config.train in ("lora", "qlora") and (args.fsdp or args.deepspeed):
+        raise UsageError(
+            "is not possible with fsdp or deepspeed", where=f"train {config.train}", fix="use torchrun alone"
+        )
+    if config.train == "qlora":
+        require_bitsandbytes()
     consent = config.trust_remote_code
     tokenizer = load_tokenizer(source.path, consent)
     if teacher_name is not None:
@@ -172,6 +177,9 @@ def _train_checkpoint(
         logger.info("training %d attention tensors: %s, …", len(moving), ", ".join(moving[:4]))
     elif config.train == "lora":
         student = add_adapter(student, source.config, config)
+    elif config.train == "qlora":
+        compute = torch.bfloat16 if args.bf16 else torch.float32
+        student = add_quantised_adapter(student, source.config, config, args.device, compute)
     teacher, cached = None, None
     if teacher_name is not None and config.teacher_top_k is not None:
         folder = Path(config.teacher_cache) if config.teacher_cache else workspace.root / "teacher"
@@ -182,10 +190,12 @@ def _train_checkpoint(
         teacher = load_teacher(config, budget, args, teacher_name, student, len(tokenizer), notices)
     trained = train(student, args, config, budget, corpus, teacher, workspace, notices)
     trained.teacher_cache = cached
-    if config.train == "lora" and trained.state is not None:
-        trained.adapter = workspace.root / "adapter"
-        trained.model, trained.merge = merge_adapter(
-            student, trained.adapter, config.model, stored_dtype(source.config)
-        )
+    if config.train in ("lora", "qlora") and trained.state is not None:
+        trained.adapter = folder = workspace.root / "adapter"
+        if config.train == "lora":
+            merged = merge_adapter(student, folder, config.model, stored_dtype(source.config))
+        else:
+            merged = merge_quantised(student, config, source.path, source.config, folder)
+        trained.model, trained.merge = merged
         trained.state = trained.model.state_dict()
     return trained

@@ -123,7 +123,7 @@ def memory_advice(args: Any, budget: Budget) -> Iterator[None]:
         raise TrainingError(
             f"out of memory with {args.per_device_train_batch_size} blocks of {budget.window} tokens at a time",
             where=str(args.device),
-            fix="lower per_device_train_batch_size or window, set gradient_checkpointing, use train lora, "
+            fix="lower per_device_train_batch_size or window, set gradient_checkpointing, use train lora or qlora, "
             "or more GPUs with fsdp",
         ) from error
 
@@ -133,6 +133,8 @@ def _should_compile(
 ) -> bool:
     if config.torch_compile is not None:
         return config.torch_compile
+    if config.train == "qlora":  # its kernels are opaque to the compiler
+        return False
     flops = training_flops(student, teacher, budget.window) * budget.tokens
     return worth_compiling(flops, args.device, world_size())
 

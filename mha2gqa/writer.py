@@ -10,10 +10,11 @@ import os
 import shutil
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from threading import Lock
 from typing import Any, BinaryIO
 
 import torch
@@ -94,101 +95,154 @@ def plan_shards(
     return shards
 
 
+@dataclass(frozen=True)
+class _Run:
+    """Unchanged bytes that lie together in a file of the source: `[begin, end)`, to be copied to `offset`."""
+
+    source: Path
+    begin: int
+    end: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Where everything goes in one output file, known before a byte of it is written.
+
+    Args:
+        head: Length of the header, and header.
+        copied: Runs of unchanged tensors.
+        made: Offset of each tensor that is made, by name, in file order.
+        size: Bytes in all.
+    """
+
+    head: bytes
+    copied: tuple[_Run, ...]
+    made: Mapping[str, int]
+    size: int
+
+
 def write_shards(
     checkpoint: Checkpoint, shards: Sequence[Shard], out: Path, progress: Callable[[int], None] | None = None
 ) -> None:
     """Write every shard and the index into the folder `out`, synced to disk.
 
+    A thread copies what is unchanged while this one makes what is new, and another lets the disk take in
+    what is complete: none of the three waits for the others' work.
+
     Args:
         checkpoint: Source of the unchanged tensors.
         shards: From `plan_shards`.
         out: An existing folder.
-        progress: Called with the bytes just written.
+        progress: Called with the bytes just written, by one thread at a time.
     """
-    with ThreadPoolExecutor(1) as aside:  # the disk takes in one file while the next is made
-        synced = []
+    turn = Lock()
+
+    def wrote(count: int) -> None:
+        if progress:
+            with turn:
+                progress(count)
+
+    copying, syncing = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+    try:
+        layouts, copies, synced = [], [], []
         for shard in shards:
-            _write_shard(checkpoint, shard, out / shard.name, progress)
-            synced.append(aside.submit(_sync, out / shard.name))
-    for file in synced:
-        file.result()
+            layouts.append(layout := _lay_out(checkpoint, shard))
+            path = out / shard.name
+            with path.open("wb") as file:
+                file.write(layout.head)
+                file.truncate(layout.size)
+            copies.append([copying.submit(_copy, run, path, wrote) for run in layout.copied])
+        for shard, layout, copied in zip(shards, layouts, copies, strict=True):
+            _make(checkpoint, shard, layout, out / shard.name, wrote)
+            synced.append(syncing.submit(_complete, out / shard.name, copied))
+        for done in synced:
+            done.result()
+    finally:
+        copying.shutdown(cancel_futures=True)
+        syncing.shutdown(cancel_futures=True)
     if len(shards) > 1 or shards[0].name != SINGLE:
-        entries = [entry for shard in shards for entry in shard.entries.values()]
-        index = {
-            "metadata": {
-                "total_parameters": sum(torch.Size(e.shape).numel() for e in entries),
-                "total_size": sum(entry_nbytes(e) for e in entries),
-            },
-            "weight_map": dict(sorted((name, shard.name) for shard in shards for name in shard.entries)),
-        }
-        write_text(out / INDEX, json.dumps(index, indent=2) + "\n")
+        write_text(out / INDEX, json.dumps(_index(shards), indent=2) + "\n")
 
 
-def _write_shard(
-    checkpoint: Checkpoint, shard: Shard, path: Path, progress: Callable[[int], None] | None
-) -> None:
+def _index(shards: Sequence[Shard]) -> dict[str, Any]:
+    entries = [entry for shard in shards for entry in shard.entries.values()]
+    return {
+        "metadata": {
+            "total_parameters": sum(torch.Size(e.shape).numel() for e in entries),
+            "total_size": sum(entry_nbytes(e) for e in entries),
+        },
+        "weight_map": dict(sorted((name, shard.name) for shard in shards for name in shard.entries)),
+    }
+
+
+def _lay_out(checkpoint: Checkpoint, shard: Shard) -> _Layout:
     # Widest dtypes first, as safetensors does, so that every tensor stays aligned; stable otherwise.
     ordered = sorted(shard.entries.items(), key=lambda item: -itemsize(item[1].dtype))
     header: dict[str, Any] = {"__metadata__": checkpoint.metadata}
-    offset = 0
+    end = 0
     for name, entry in ordered:
-        end = offset + entry_nbytes(entry)
-        header[name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [offset, end]}
-        offset = end
+        begin, end = end, end + entry_nbytes(entry)
+        header[name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
-    with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        for run in _runs(ordered):
-            if isinstance(run, tuple):
-                written = _copy_range(checkpoint.path / run[0], run[1], run[2], file)
-            else:
-                written = _write_tensor(file, checkpoint, run, shard.entries[run])
-            if progress:
-                progress(written)
-
-
-def _runs(ordered: Sequence[tuple[str, TensorInfo | NewTensor]]) -> Iterator[str | tuple[str, int, int]]:
-    """Names to write one by one, or `(file, begin, end)` for neighbours copied in one piece."""
-    pending: tuple[str, int, int] | None = None
+    head = struct.pack("<Q", len(text)) + text
+    copied: list[_Run] = []
+    made: dict[str, int] = {}
     for name, entry in ordered:
+        offset = len(head) + header[name]["data_offsets"][0]
         if isinstance(entry, NewTensor) or not entry.plain:
-            if pending:
-                yield pending
-            pending = None
-            yield name
-        elif pending and pending[0] == entry.file and pending[2] == entry.begin:
-            pending = (pending[0], pending[1], entry.end)
-        else:
-            if pending:
-                yield pending
-            pending = (entry.file, entry.begin, entry.end)
-    if pending:
-        yield pending
+            made[name] = offset
+            continue
+        run = _Run(checkpoint.path / entry.file, entry.begin, entry.end, offset)
+        if copied and _adjoin(copied[-1], run):
+            run = replace(copied.pop(), end=run.end)
+        copied.append(run)
+    return _Layout(head, tuple(copied), made, len(head) + end)
 
 
-def _copy_range(source: Path, begin: int, end: int, target: BinaryIO) -> int:
-    target.flush()
-    with source.open("rb") as file:
-        position = begin
-        while position < end:
-            try:
-                count = os.copy_file_range(
-                    file.fileno(), target.fileno(), min(end - position, 1 << 30), position
-                )
-            except (AttributeError, OSError):
-                count = 0  # another file system, or not Linux: through a buffer
-            if count == 0:
-                file.seek(position)
-                chunk = file.read(min(end - position, 1 << 24))
-                if not chunk:
-                    raise CheckpointError("ends too early", where=source, fix="download it again")
-                target.write(chunk)
-                target.flush()
-                count = len(chunk)
-            position += count
-    target.seek(0, os.SEEK_END)
-    return end - begin
+def _adjoin(first: _Run, second: _Run) -> bool:
+    """Whether the second follows the first both in the source and in the output."""
+    there = first.source == second.source and first.end == second.begin
+    return there and first.offset + first.end - first.begin == second.offset
+
+
+def _copy(run: _Run, path: Path, wrote: Callable[[int], None]) -> None:
+    with run.source.open("rb") as source, path.open("r+b", buffering=0) as target:
+        begin, offset = run.begin, run.offset
+        while begin < run.end:
+            count = _copy_some(source, begin, min(run.end - begin, 1 << 26), target, offset)
+            if not count:
+                raise CheckpointError("ends too early", where=run.source, fix="download it again")
+            begin, offset = begin + count, offset + count
+            wrote(count)
+
+
+def _copy_some(source: BinaryIO, begin: int, count: int, target: Any, offset: int) -> int:
+    """Copy up to `count` bytes, inside the kernel where it can; returns how many (0 at the end of the source)."""
+    with suppress(AttributeError, OSError):  # not Linux, or not between these file systems
+        if copied := os.copy_file_range(source.fileno(), target.fileno(), count, begin, offset):
+            return copied
+    source.seek(begin)
+    target.seek(offset)
+    written: int = target.write(source.read(min(count, 1 << 24)))
+    return written
+
+
+def _make(
+    checkpoint: Checkpoint, shard: Shard, layout: _Layout, path: Path, wrote: Callable[[int], None]
+) -> None:
+    with path.open("r+b") as file:
+        for name, offset in layout.made.items():
+            file.seek(offset)
+            wrote(_write_tensor(file, checkpoint, name, shard.entries[name]))
+
+
+def _complete(path: Path, copied: Sequence[Future[None]]) -> None:
+    """Wait until the bytes of a file are copied, and on the disk."""
+    for part in copied:
+        part.result()
+    _sync(path)
 
 
 def _write_tensor(file: BinaryIO, checkpoint: Checkpoint, name: str, entry: TensorInfo | NewTensor) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -364,3 +365,37 @@ def test_an_architecture_that_a_model_cannot_be_written_as(pico: Path, tmp_path:
     with pytest.raises(UsageError, match="--as: llama cannot be written as phi; leave it out"):
         convert(pico, tmp_path / "out", 2, as_="phi")
     assert not (tmp_path / "out").exists()
+
+
+def test_the_kernel_copy_and_the_buffered_copy_write_the_same(
+    pico: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+    convert(pico, tmp_path / "kernel", 2, max_shard_size=20_000, progress=lambda done, _: seen.append(done))
+    for name, refuse in (("elsewhere", OSError(18, "Invalid cross-device link")), ("nothing", None)):
+
+        def copy_file_range(*_: object, refuse: OSError | None = refuse) -> int:
+            if refuse:
+                raise refuse
+            return 0
+
+        monkeypatch.setattr(os, "copy_file_range", copy_file_range, raising=False)
+        convert(pico, tmp_path / name, 2, max_shard_size=20_000)
+        files = sorted((tmp_path / "kernel").glob("*.safetensors"))
+        assert len(files) > 2
+        for file in files:
+            assert file.read_bytes() == (tmp_path / name / file.name).read_bytes()
+    stored = [x.nbytes for file in files for x in load_file(file).values()]
+    assert seen == sorted(seen) and seen[-1] == sum(stored)
+
+
+def test_a_source_that_shrinks_while_it_is_copied_publishes_nothing(
+    pico: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def shrink(*_: object) -> None:
+        os.truncate(pico / "model.safetensors", 3000)
+
+    monkeypatch.setattr("mha2gqa.conversion.check_space", shrink)
+    with pytest.raises(CheckpointError, match="ends too early"):
+        convert(pico, tmp_path / "out", 8)  # as many heads as before: nothing is made, all is copied
+    assert [p.name for p in tmp_path.iterdir()] == ["pico"]

@@ -31,7 +31,7 @@ format: $(VENV)/.installed
 
 # The public faults of the field, one test each.
 faults: $(VENV)/.installed
-	$(BIN)/python -m pytest -n $(JOBS) tests/test_faults.py
+	$(BIN)/python -m pytest -n $(JOBS) tests/test_faults*.py
 
 # Every architecture of the table, with its real class (three minutes on two cores).
 archs: $(VENV)/.installed

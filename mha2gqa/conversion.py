@@ -21,7 +21,7 @@ from .planning import ATTENTION, Groupings, Plan, SiteRewriter, plan_conversion
 from .reconstruct import ReconstructConfig
 from .reexpress import Reexpressed, as_architecture, carry_tokenizer, written
 from .results import Result
-from .twin import Check
+from .twin import Check, check_reexpression
 from .verification import failed
 from .writer import (
     NewTensor,
@@ -228,7 +228,7 @@ def _publish(
         copy_side_files(job.original, folder)
         write_config(folder, plan)
         names = [name for shard in shards for name in shard.entries]
-        checks = [*checking.check(folder, names), *_tokenizer_check(job, folder)]
+        checks = [*checking.check(folder, names), *_reexpression_checks(job, folder)]
         if broken := failed(checks):
             raise CheckpointError(
                 f"the result failed its check: {broken}", where=job.out, fix="nothing was published"
@@ -253,11 +253,12 @@ def _notes(seen: Checkpoint) -> list[str]:
     return [seen.found.sentence, *seen.found.notes] if isinstance(seen, Reexpressed) else []
 
 
-def _tokenizer_check(job: _Job, folder: Path) -> list[Check]:
-    """Under another model type the tokenizer must read as before."""
+def _reexpression_checks(job: _Job, folder: Path) -> list[Check]:
+    """Another architecture must compute the same, and the tokenizer must read as before under its name."""
     if not isinstance(job.seen, Reexpressed):
         return []
-    return [Check("tokenizer", *carry_tokenizer(job.original.path, folder, job.trust_remote_code))]
+    tokenizer = carry_tokenizer(job.original.path, folder, job.trust_remote_code)
+    return [check_reexpression(job.original.config, job.seen.found), Check("tokenizer", *tokenizer)]
 
 
 def write_config(folder: Path, plan: Plan) -> None:

@@ -20,6 +20,8 @@ from .architectures import AttentionSpec, find_sites, find_spec, geometry, looku
 from .errors import Mha2gqaError
 from .merging import MERGERS, MergeContext
 from .modeling import exported_class, find_export
+from .reexpress import Reexpression
+from .reexpress import plan as plan_reexpression
 
 _WIDTH, _LAYERS, _VOCAB = 8, 2, 96
 _SMALL = {
@@ -126,7 +128,8 @@ def check_twin(config: Mapping[str, Any], source: Mapping[str, Any] | None = Non
         attention = None if exported_class(config) is None else "eager"
         few, many = (_twin(c, raw, attention) for c, raw in ((cls, config), (wide_cls, source)))
         inputs = _inputs(few[1])
-        _run(few[2], inputs)
+        for twin in (few, many):
+            _run(twin[2], inputs)
     except _UNBUILDABLE as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         return Check(name, None, f"not checked: no small twin of {cls.__name__} can be run ({reason})")
@@ -134,6 +137,62 @@ def check_twin(config: Mapping[str, Any], source: Mapping[str, Any] | None = Non
         return _oracles(few, many, inputs)
     except Mha2gqaError as error:
         return Check(name, False, str(error))
+
+
+def check_reexpression(source: Mapping[str, Any], found: Reexpression) -> Check:
+    """Hold a re-expression against the source's own class, on a small random model of the very config.
+
+    Both must give the same logits. This catches a wrong layout, row order or config key.
+
+    Args:
+        source: Raw config of the source.
+        found: How it is written as another architecture.
+    """
+    name = "re-expression"
+    cls = model_class(source)
+    if cls is None:
+        return Check(name, None, f"not checked: transformers has no class for {found.source_type} models")
+    try:
+        small = _small_source(source)
+        original: Any = build_twin(cls, small)
+        if original.get_output_embeddings() is None:
+            return Check(name, None, f"not checked: {cls.__name__} has no logits")
+        ids = _inputs(small)
+        right = _run(original, ids)
+    except _UNBUILDABLE as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        return Check(name, None, f"not checked: no small twin of {cls.__name__} can be run ({reason})")
+    state = original.state_dict()
+    try:
+        again = plan_reexpression(small, state, None, found.target_type)
+        assert again is not None, found
+        result = build_twin(model_class(again.config), again.config)
+        made = {
+            new: recipe.make(*(state[x] for x in recipe.sources)) for new, recipe in again.recipes.items()
+        }
+        missing, unexpected = result.load_state_dict(made, strict=False)
+        if unexpected or set(missing) - {"lm_head.weight"}:  # absent where tied
+            return Check(name, False, f"missing {sorted(missing)}, unexpected {sorted(unexpected)}")
+        got = _run(result, ids)
+    except (Mha2gqaError, RuntimeError, ValueError) as error:
+        return Check(name, False, str(error).splitlines()[0])
+    difference = float((got - right).abs().max() / right.std())
+    return Check(name, difference <= 1e-4, f"both classes' logits differ by {difference:.1e} of their spread")
+
+
+def _small_source(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A small config of a model that has no entry in the table of its own."""
+    heads_key, layers_key = (
+        next(key for key in keys if key in config)
+        for keys in (("num_attention_heads", "n_head"), ("num_hidden_layers", "n_layer"))
+    )
+    spec = AttentionSpec(heads_key=heads_key, layers_key=layers_key)
+    small = twin_config(spec, config)
+    if isinstance(small.get("rotary_dim"), int):
+        small["rotary_dim"] = _WIDTH // 2
+    if small.get("word_embed_proj_dim") is not None:
+        small["word_embed_proj_dim"] = small["hidden_size"]
+    return small
 
 
 Twin = tuple[AttentionSpec, Mapping[str, Any], torch.nn.Module]

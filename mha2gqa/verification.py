@@ -16,9 +16,9 @@ from .checkpoint import MANIFEST, Checkpoint, open_checkpoint, read_json
 from .errors import Mha2gqaError
 from .merging import MERGERS, MergeContext
 from .modeling import exported_class, find_export, modeling_file
-from .reexpress import as_architecture
+from .reexpress import Reexpressed, as_architecture
 from .results import Result
-from .twin import Check, check_twin, model_class, quiet
+from .twin import Check, check_reexpression, check_twin, model_class, quiet
 
 
 @dataclass
@@ -135,7 +135,12 @@ def _against(checkpoint: Checkpoint, source: Checkpoint) -> Check:
     """Unchanged tensors are byte-equal to the source's; mean and first are recomputed."""
     manifest = read_json(checkpoint.path / MANIFEST)
     as_ = manifest.get("reexpression", {}).get("target_type", "none")
-    source = as_architecture(source, manifest["num_kv_heads"]["after"], as_)
+    seen = as_architecture(source, manifest["num_kv_heads"]["after"], as_)
+    if isinstance(seen, Reexpressed):
+        twin = check_reexpression(source.config, seen.found)
+        if twin.ok is False:
+            return twin
+        source = seen
     spec, sites = find_spec(source.config), find_sites(find_spec(source.config), source.tensors)
     touched = {name for site in sites for name in site.names.values()}
     wrong = [n for n in source.tensors if n not in touched and not _same(source.read(n), checkpoint.read(n))]

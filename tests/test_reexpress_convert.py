@@ -81,7 +81,7 @@ def test_all_kv_heads_stay_the_same_function(neox: Path, tmp_path: Path) -> None
 def test_every_method_from_weights_alone(neox: Path, tmp_path: Path, method: str, groups: int) -> None:
     result = convert(neox, tmp_path / "out", groups, method=method)
     assert {check.name: check.ok for check in result.verification} == dict.fromkeys(
-        ("files", "tensor names", "shapes", "loads", "twin oracles", "tokenizer"), True
+        ("files", "tensor names", "shapes", "loads", "twin oracles", "re-expression", "tokenizer"), True
     )
     assert not failed(verify(tmp_path / "out", against=neox, full=True).checks)
     assert read_config(tmp_path / "out")["num_key_value_heads"] == groups

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..architectures.spec import Geometry
+from ..errors import UnsupportedModelError
 from ..heads import split_fused
 from .base import RecipeBook, Reexpression, carried, copy_or_zero_bias, number, rope, wide, zero_rows
 
@@ -72,6 +73,12 @@ def _minus_one(gamma: Tensor) -> Tensor:
 
 def _neox_config(config: Mapping[str, Any], heads: int, parallel: bool) -> dict[str, Any]:
     pct = (config.get("rope_parameters") or {}).get("partial_rotary_factor", config.get("rotary_pct", 0.25))
+    head_dim = number(config, "hidden_size") // heads
+    if int(head_dim * pct) % 2:
+        raise UnsupportedModelError(
+            f"{pct} of {head_dim} dims of a head are rotary: an odd number, which classes read differently",
+            where="config.json",
+        )
     theta = config.get("rope_theta", config.get("rotary_emb_base", 10_000))
     same = carried(
         config, "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -91,7 +98,6 @@ def _neox_config(config: Mapping[str, Any], heads: int, parallel: bool) -> dict[
             "resid_pdrop": 0.0,
             "embd_pdrop": 0.0,
         }
-    head_dim = number(config, "hidden_size") // heads
     return {
         "architectures": ["NemotronForCausalLM"],
         "model_type": "nemotron",

@@ -6,7 +6,7 @@ JOBS ?= 2
 export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: demo test lint format faults archs engines oracles bench clean
+.PHONY: demo test lint format faults archs oracles bench clean
 
 $(VENV)/.installed: pyproject.toml constraints-cpu.txt
 	$(PYTHON) -m venv $(VENV)
@@ -41,6 +41,19 @@ archs: $(VENV)/.installed
 oracles: $(VENV)/.installed
 	$(BIN)/python -m pip install -q -c constraints-cpu.txt -e '.[test,oracles]'
 	$(BIN)/python -m pytest -m slow tests/test_oracles.py
+
+# The speed benchmarks, small enough for a laptop (BENCH_GB gigabytes to convert, three times that on disk,
+# and models that a CPU can train; minutes). For the figures of record see benchmarks/README.md.
+BENCH_GB ?= 0.5
+BENCH_OUT ?= build/bench
+TINY = mha2gqa/assets/tiny-llama
+
+bench: $(VENV)/.installed
+	mkdir -p $(BENCH_OUT)
+	$(BIN)/python benchmarks/convert_speed.py --gigabytes $(BENCH_GB) --work $(BENCH_OUT) --out $(BENCH_OUT)/convert_speed.json
+	$(BIN)/python benchmarks/evaluate_speed.py --model $(TINY) --data $(TINY)/heldout.jsonl --device cpu --limit-bytes 100000 --batch-size 4 --repeats 3 --out $(BENCH_OUT)/evaluate_speed.json
+	$(BIN)/python benchmarks/closed_form_speed.py --device cpu --hidden 512 --heads 8 --groups 2 --tokens 16384 --window 512 --vocab 2048 --output $(BENCH_OUT)/closed_form_speed.json
+	$(BIN)/python benchmarks/uptrain_throughput.py --tiny --no-compile --steps 8 --out $(BENCH_OUT)/uptrain_throughput.json
 
 clean:
 	rm -rf $(VENV) build *.egg-info

@@ -143,6 +143,7 @@ def measure(source: Path, work: Path, args: argparse.Namespace) -> dict[str, lis
             rounds[name].append(watch(command))
             print(f"round {number + 1} {name}: {rounds[name][-1]}", file=sys.stderr, flush=True)
             shutil.rmtree(out)
+            os.sync()  # what deleting costs the disk is not the next one's to pay
     return rounds
 
 
@@ -154,13 +155,14 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=3.4, help="size of the source, 10^9 bytes")
     parser.add_argument("--shards", type=int, default=3)
     parser.add_argument("--groups", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--work", type=Path, help="scratch folder (default: a temporary one)")
     parser.add_argument("--out", type=Path, default=RESULTS / "convert_speed.json")
     args = parser.parse_args()
     if args.work:
         args.work.mkdir(parents=True, exist_ok=True)
+    before = os.getloadavg()
     with tempfile.TemporaryDirectory(dir=args.work) as folder:
         source = Path(folder) / "source"
         checkpoint = write_checkpoint(source, args.gigabytes, args.shards, args.seed)
@@ -170,9 +172,8 @@ def main() -> None:
         "schema_version": 1,
         "command": "benchmarks/convert_speed.py",
         **provenance(seed=args.seed),
-        "load_average": [
-            round(value, 2) for value in os.getloadavg()
-        ],  # about 1 a way where nothing else runs
+        "load_average_before": [round(value, 2) for value in before],  # that of others
+        "load_average": [round(value, 2) for value in os.getloadavg()],
         "checkpoint": checkpoint,
         "groups": args.groups,
         "median_seconds": median,

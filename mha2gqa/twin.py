@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 
 from . import heads
@@ -33,11 +32,6 @@ _SMALL = {
 }  # fmt: skip
 _WIDTHS = ("hidden_size", "d_model", "n_embd")
 _ENCODER_LAYERS = ("num_layers", "encoder_layers")  # beside the spec's own key
-# What a class may raise for sizes or inputs it cannot take.
-_UNBUILDABLE = (
-    RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError, AssertionError, ImportError,
-    ZeroDivisionError, StrictDataclassError,
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -47,6 +41,18 @@ class Check:
     name: str
     ok: bool | None
     detail: str
+
+
+def _unbuildable() -> tuple[type[Exception], ...]:
+    """What a class may raise for sizes or inputs it cannot take."""
+    from huggingface_hub.errors import (
+        StrictDataclassError,
+    )  # loads an HTTP client, which converting does not need
+
+    return (
+        RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError, AssertionError, ImportError,
+        ZeroDivisionError, StrictDataclassError,
+    )  # fmt: skip
 
 
 def model_class(config: Mapping[str, Any]) -> Any:
@@ -130,7 +136,7 @@ def check_twin(config: Mapping[str, Any], source: Mapping[str, Any] | None = Non
         inputs = _inputs(few[1])
         for twin in (few, many):
             _run(twin[2], inputs)
-    except _UNBUILDABLE as error:
+    except _unbuildable() as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         return Check(name, None, f"not checked: no small twin of {cls.__name__} can be run ({reason})")
     try:
@@ -159,7 +165,7 @@ def check_reexpression(source: Mapping[str, Any], found: Reexpression) -> Check:
             return Check(name, None, f"not checked: {cls.__name__} has no logits")
         ids = _inputs(small)
         right = _run(original, ids)
-    except _UNBUILDABLE as error:
+    except _unbuildable() as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         return Check(name, None, f"not checked: no small twin of {cls.__name__} can be run ({reason})")
     state = original.state_dict()

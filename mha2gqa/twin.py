@@ -45,9 +45,8 @@ class Check:
 
 def _unbuildable() -> tuple[type[Exception], ...]:
     """What a class may raise for sizes or inputs it cannot take."""
-    from huggingface_hub.errors import (
-        StrictDataclassError,
-    )  # loads an HTTP client, which converting does not need
+    # Not above: it loads an HTTP client, which converting does not need.
+    from huggingface_hub.errors import StrictDataclassError
 
     return (
         RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError, AssertionError, ImportError,

@@ -1,0 +1,146 @@
+"""Moments of the attention modules of a model, and the file that keeps them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..architectures import AttentionSite
+from ..errors import UsageError
+
+
+@dataclass(frozen=True)
+class SiteStatistics:
+    """Moments of one attention module; float64, n = D + 1.
+
+    Args:
+        inputs: `[n, n]` second moment of [x; 1], what keys and values are made of; a token weighs
+            (1 + attention received from a query, relative to the mean) / 2.
+        mixed: `[n, n]` mean over heads of the second moment of the attention-averaged [x; 1]; None where
+            the model's class does not let its attention be observed.
+        queries: `[H, d, d]` second moment of each head's queries (a rotation of RoPE planes keeps plane
+            energies); None where not observed.
+        tokens: How many tokens were seen.
+        cross: Keys and values come from another sequence than queries.
+    """
+
+    inputs: Tensor
+    mixed: Tensor | None
+    queries: Tensor | None
+    tokens: int
+    cross: bool = False
+
+    @property
+    def query_inputs(self) -> Tensor | None:
+        """Second moment of what queries are made of, where it is known."""
+        return None if self.cross else self.inputs
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Moments of every attention module of a model.
+
+    Args:
+        sites: By `site_key`: `self.3`, `cross.0`.
+        about: What they were measured on: `tokens`, `window`, `data_sha256`, `model`, `notes`.
+    """
+
+    sites: Mapping[str, SiteStatistics]
+    about: dict[str, Any] = field(default_factory=dict)
+
+    def of(self, site: AttentionSite) -> SiteStatistics:
+        """The moments of one module.
+
+        Raises:
+            UsageError: These statistics have none for it.
+        """
+        try:
+            return self.sites[site_key(site)]
+        except KeyError:
+            raise UsageError(
+                f"no statistics for {site.path}", where="--statistics", fix="they belong to another model"
+            ) from None
+
+    def save(self, path: str | Path) -> Path:
+        """Write as safetensors (symmetric matrices as triangles), metadata inside."""
+        from safetensors.torch import save_file
+
+        tensors: dict[str, Tensor] = {}
+        flags = {}
+        for key, site in self.sites.items():
+            flags[key] = {"tokens": site.tokens, "cross": site.cross}
+            for name in ("inputs", "mixed", "queries"):
+                x = getattr(site, name)
+                if x is not None:
+                    tensors[f"{key}.{name}"] = _packed(x.cpu())
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        metadata = {"mha2gqa": json.dumps({"schema_version": 1, "about": self.about, "sites": flags})}
+        partial = path.with_name(path.name + ".partial")
+        save_file(tensors, partial, metadata)
+        partial.replace(path)
+        return path
+
+
+def load_statistics(path: str | Path) -> Statistics:
+    """Read what `Statistics.save` wrote.
+
+    Raises:
+        UsageError: Not such a file.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(str(path), "pt") as file:
+            head = json.loads((file.metadata() or {})["mha2gqa"])
+            sites = {}
+            for key, flags in head["sites"].items():
+                names = {f"{key}.{name}" for name in ("inputs", "mixed", "queries")} & set(file.keys())
+                found = {name.rsplit(".", 1)[1]: _unpacked(file.get_tensor(name)) for name in names}
+                sites[key] = SiteStatistics(
+                    found["inputs"], found.get("mixed"), found.get("queries"), flags["tokens"], flags["cross"]
+                )
+    except (OSError, SafetensorError, KeyError, ValueError) as error:
+        raise UsageError(
+            f"not a statistics file of ours ({str(error) or type(error).__name__})",
+            where=f"--statistics {path}",
+            fix="make it with --calibration TEXT --statistics FILE",
+        ) from error
+    return Statistics(sites, head["about"])
+
+
+def _packed(x: Tensor) -> Tensor:
+    """Symmetric `[…, n, n]` -> its lower triangle `[…, n (n + 1) / 2]`."""
+    rows, columns = torch.tril_indices(x.shape[-1], x.shape[-1])
+    return x[..., rows, columns].contiguous()
+
+
+def _unpacked(packed: Tensor) -> Tensor:
+    n = int(((8 * packed.shape[-1] + 1) ** 0.5 - 1) / 2 + 0.5)
+    rows, columns = torch.tril_indices(n, n)
+    out = packed.new_empty(*packed.shape[:-1], n, n)
+    out[..., rows, columns] = packed
+    out[..., columns, rows] = packed
+    return out
+
+
+def site_key(site: AttentionSite) -> str:
+    """Name of a module that does not depend on how a checkpoint or a class prefixes it."""
+    return f"{site.kind}.{site.layer}"
+
+
+def fingerprint(sites: Sequence[AttentionSite], read: Callable[[str], Tensor]) -> str:
+    """A short digest of the attention weights, to tell whether statistics belong to a model."""
+    digest = hashlib.sha256()
+    for site in sites:
+        name = site.names.get("q.weight") or site.names["qkv.weight"]
+        digest.update(site_key(site).encode())
+        digest.update(read(name).detach()[:2].to("cpu", torch.float32).contiguous().numpy().tobytes())
+    return digest.hexdigest()[:16]

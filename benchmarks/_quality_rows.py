@@ -27,6 +27,7 @@ FITS: dict[str, dict[str, Any]] = {
     "fisher+distill": {"weighting": "fisher", "distill_steps": 300},
 }
 VARIANTS |= {f"refit+reconstruct+{name}": (True, True) for name in FITS}
+VARIANTS["refit-inputs"], FITS["refit-inputs"] = (True, False), {"refit_inputs": True}
 
 
 def fit_words(variant: str) -> dict[str, Any]:

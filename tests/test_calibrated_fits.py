@@ -255,6 +255,7 @@ def test_one_short_document_is_enough_to_merge_but_not_to_fit(source: Path, tmp_
     [
         (b'{"text": "w1 w2"}\n', "text", DataError, "3 tokens of text are too few"),
         (b'{"body": "w1"}\n', "text", DataError, "body"),
+        (b'{"text": "w1", "body": "w2"}\n', "bodies", DataError, "bodies"),
         (b'{"text": "\xff\xfe"}\n', "text", DataError, "UTF-8"),
         (b"{broken\n", "text", DataError, "jsonl"),
         (b"", "text", DataError, "tokens of text|no text|empty|nothing"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -71,6 +72,67 @@ def test_refit_is_the_ridge_solution_on_the_students_own_inputs(bias: bool) -> N
         _, y = attention_inputs(teacher, i, ids[20:])
         wanted = float((y2 - y).square().sum() / (y - y.mean(0)).square().sum())
         assert z2.shape == z[: len(z2)].shape and fit.after == fit.refitted == pytest.approx(wanted, rel=1e-3)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_refitted_inputs_undo_what_drifted(bias: bool) -> None:
+    """A planted drift, linear in the input, is found; the objective never rises; without drift nothing moves."""
+    teacher = pico_llama(attention_bias=bias)
+    student = convert_model(teacher, 2, method="joint")
+    ids = blocks(120)
+    plain = ReconstructConfig(regress=False, batch_size=4, ridge=1e-9)
+    drift = torch.eye(32) + 0.3 * torch.randn(32, 32, generator=torch.Generator().manual_seed(3))
+    old = {n: x.clone() for n, x in student.state_dict().items()}
+    for layer in student.model.layers:  # each attention module reads drift @ x
+        layer.self_attn.register_forward_pre_hook(
+            lambda m, args, kw: (args, kw | {"hidden_states": kw["hidden_states"] @ drift.T}),
+            with_kwargs=True,
+        )
+    reconstruct(teacher, student, SPEC, ids, replace(plain, refit_inputs=True))
+    attention = student.model.layers[0].self_attn
+    for name in ("q", "k", "v"):
+        want = old[f"model.layers.0.self_attn.{name}_proj.weight"]
+        made = getattr(attention, f"{name}_proj").weight @ drift
+        torch.testing.assert_close(made, want, rtol=1e-3, atol=1e-4)
+        if bias:
+            torch.testing.assert_close(
+                getattr(attention, f"{name}_proj").bias,
+                old[f"model.layers.0.self_attn.{name}_proj.bias"],
+                rtol=1e-3,
+                atol=1e-4,
+            )
+
+
+def test_without_drift_refitted_inputs_stay() -> None:
+    teacher = pico_llama()
+    student = convert_model(teacher, 2, method="joint")
+    old = {n: x.clone() for n, x in student.state_dict().items()}
+    config = ReconstructConfig(regress=False, batch_size=4, refit_inputs=True)
+    with_inputs = convert_model(teacher, 2, method="joint")
+    reconstruct(teacher, with_inputs, SPEC, blocks(120), config)
+    reconstruct(teacher, student, SPEC, blocks(120), replace(config, refit_inputs=False))
+    for name in ("q", "k", "v"):
+        key = f"model.layers.0.self_attn.{name}_proj.weight"
+        torch.testing.assert_close(with_inputs.state_dict()[key], old[key], rtol=1e-5, atol=1e-6)
+        later = key.replace("layers.0", "layers.1")  # the first layer's error is this one's drift
+        assert not torch.allclose(with_inputs.state_dict()[later], old[later], atol=1e-3)
+        module, mine = student.get_submodule(later.removesuffix(".weight")), with_inputs.state_dict()[later]
+        x, y = (layer_inputs(m, 1, blocks(120)[:112]) for m in (with_inputs, teacher))
+        before, after = (
+            (x @ w.T.double() - y @ old[later].T.double()).square().sum() for w in (old[later], mine)
+        )
+        assert after < before and module.weight.shape == mine.shape
+
+
+def layer_inputs(model: Any, layer: int, ids: torch.Tensor) -> torch.Tensor:
+    kept = {}
+    handle = model.model.layers[layer].self_attn.q_proj.register_forward_pre_hook(
+        lambda m, args: kept.update(x=args[0].detach())
+    )
+    with torch.no_grad():
+        model(input_ids=ids)
+    handle.remove()
+    return kept["x"].flatten(0, 1).double()
 
 
 def test_ridge_shrinks_to_the_merged_projection_and_survives_dead_inputs() -> None:

@@ -30,7 +30,8 @@ class FitRecipe(Section):
 
     Args:
         steps, batch_size, learning_rate, relative, schedule, warmup: Of the regression of each module.
-        ridge: Pull of the refit towards the merged output projection.
+        ridge: Pull of the refit towards the merged projection.
+        refit_inputs: Refit queries, keys and values too, for the student's own inputs.
         unit: Whose output is matched: `attention` or the whole `layer`.
         inputs: Whose stream a module reads meanwhile: `student` or `teacher`.
         average: Share of the last steps whose weights are averaged.
@@ -46,6 +47,7 @@ class FitRecipe(Section):
     schedule: Literal["cosine", "linear", "constant"] | None = None
     warmup: float | None = None
     ridge: float | None = None
+    refit_inputs: bool | None = None
     unit: Literal["attention", "layer"] | None = None
     inputs: Literal["student", "teacher"] | None = None
     weighting: Literal["plain", "fisher"] | None = None

@@ -14,7 +14,9 @@ class ReconstructConfig:
 
     Args:
         refit: Solve for the output projection in closed form.
-        ridge: Pull towards the merged output projection, in mean diagonals of the moment.
+        refit_inputs: Before that, solve for the projections of queries, keys and values: they should make of
+            the student's inputs what the merged ones make of the original's.
+        ridge: Pull towards the merged projection, in mean diagonals of the moment.
         regress: Then train the module's projections on the original's output.
         steps: Optimiser steps per module.
         batch_size: Blocks of text per step.
@@ -40,6 +42,7 @@ class ReconstructConfig:
     """
 
     refit: bool = True
+    refit_inputs: bool = False
     ridge: float = 1e-3
     regress: bool = True
     steps: int = 1000

@@ -1,11 +1,13 @@
-"""Closed-form refit of one output projection on what the student's heads really deliver."""
+"""Closed-form refit of projections on what they really read in the student."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
-from .capture import Stream
+from .capture import Stream, first_tensor
 
 
 def ridge_solution(gram: Tensor, cross: Tensor, prior: Tensor, ridge: float, free: int = 0) -> Tensor:
@@ -28,22 +30,42 @@ def ridge_solution(gram: Tensor, cross: Tensor, prior: Tensor, ridge: float, fre
     return torch.linalg.solve(left, cross + weight[:, None] * prior)
 
 
+def delivered(teacher: Stream, target: nn.Module) -> Callable[[int], Tensor]:
+    """What the original's `target` returns, batch by batch: what an output projection should."""
+
+    def wanted(i: int) -> Tensor:
+        output = teacher.call(target, i).output
+        assert output is not None
+        return output
+
+    return wanted
+
+
+def undrifted(teacher: Stream, target: nn.Module, module: nn.Module) -> Callable[[int], Tensor]:
+    """What `module` makes of the inputs that the original's `target` reads: what it should make of its own.
+
+    Merging is optimal for the original's inputs; those of the student have drifted. Queries of a module with
+    the best shared keys need no other refit: no linear map of the input does better than the merged one
+    where inputs have not moved.
+    """
+    return lambda i: first_tensor(module(next(iter(teacher.call(target, i, before=True).rows.values()))))
+
+
 @torch.no_grad()
 def refit(
     student: Stream,
     module: nn.Module,
-    teacher: Stream,
-    target: nn.Module,
+    wanted: Callable[[int], Tensor],
     which: range,
     *,
     transposed: bool = False,
     ridge: float = 1e-3,
 ) -> None:
-    """Refit an output projection in place: ridge least squares onto the original's output.
+    """Refit a projection in place: ridge least squares of its outputs onto `wanted`.
 
     Args:
-        student, module: Where the student is, and its output projection (a linear layer).
-        teacher, target: Where the original is, and its output projection.
+        student, module: Where the student is, and the projection (a linear layer).
+        wanted: Batch number -> outputs `[B, T, rows]` that it should give.
         which: Batches.
         transposed: Whether weights are stored `[in, out]`.
         ridge: See `ReconstructConfig`.
@@ -57,8 +79,7 @@ def refit(
     gram, cross = prior.new_zeros(n, n), prior.new_zeros(n, width)
     for i in which:
         z = next(iter(student.call(module, i, before=True).rows.values())).flatten(0, -2).to(torch.float64)
-        y = teacher.call(target, i).output
-        assert y is not None
+        y = wanted(i)
         if bias is not None:
             z = torch.cat([z, z.new_ones(len(z), 1)], 1)
         gram += z.T @ z

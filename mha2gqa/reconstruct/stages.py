@@ -17,7 +17,7 @@ from .capture import Stream, gather, slice_rows
 from .config import ReconstructConfig
 from .fisher import fisher_metrics
 from .modes import float32, frozen, repeatable, trained_parameters
-from .refit import refit
+from .refit import delivered, refit, undrifted
 from .regress import regress
 
 Progress = Callable[["LayerFit"], None]
@@ -201,15 +201,34 @@ class _Walk:
 
     def _refit(self, pair: _Pair) -> None:
         spec, own = self.specs
-        refit(
-            self.student,
-            self.student.model.get_submodule(f"{pair.site.path}.{own.o}"),
-            self.teacher,
-            self.teacher.model.get_submodule(f"{pair.teacher.path}.{spec.o}"),
-            self.split[0],
-            transposed=own.transposed,
-            ridge=self.config.ridge,
-        )
+
+        def solve(module: nn.Module, wanted: Callable[[int], Tensor]) -> None:
+            ridge = self.config.ridge
+            refit(self.student, module, wanted, self.split[0], transposed=own.transposed, ridge=ridge)
+
+        if self.config.refit_inputs:
+            for mine, original in self._input_projections(pair):
+                solve(mine, undrifted(self.teacher, original, mine))
+        mine = self.student.model.get_submodule(f"{pair.site.path}.{own.o}")
+        original = self.teacher.model.get_submodule(f"{pair.teacher.path}.{spec.o}")
+        solve(mine, delivered(self.teacher, original))
+
+    def _input_projections(self, pair: _Pair) -> list[tuple[nn.Module, nn.Module]]:
+        """Student's projections of queries, keys and values, each with one of the original that reads the same."""
+
+        def modules(model: nn.Module, site: AttentionSite) -> dict[str, nn.Module]:
+            names = {
+                role.split(".")[0]: name for role, name in site.names.items() if role.endswith(".weight")
+            }
+            return {
+                role: model.get_submodule(name.removesuffix(".weight"))
+                for role, name in names.items()
+                if role in ("q", "k", "v", "qkv", "kv")
+            }
+
+        theirs = modules(self.teacher.model, pair.teacher)
+        mine = modules(self.student.model, pair.site)
+        return [(m, theirs.get(role) or next(iter(theirs.values()))) for role, m in mine.items()]
 
     def _regress(self, pair: _Pair) -> int:
         """Regression in float32, cast back at the end; returns the steps made."""

@@ -87,13 +87,24 @@ def join_heads(x: Tensor, axis: int = 0) -> Tensor:
 # --- fused layouts: [rows, …] <-> q [H*d, …], k [K*d, …], v [K*d, …] -----------------------------------
 
 
+def _concatenate(parts: Sequence[Tensor], axis: int) -> Tensor:
+    """`torch.cat`, which on the meta device (where shapes are found) loads a second's worth of torch."""
+    shape, begin = list(parts[0].shape), 0
+    shape[axis] = sum(part.shape[axis] for part in parts)
+    whole = parts[0].new_empty(shape)
+    for part in parts:
+        whole.narrow(axis, begin, part.shape[axis]).copy_(part)
+        begin += part.shape[axis]
+    return whole
+
+
 def _split_blocks(x: Tensor, g: Geometry) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = x.split([g.num_heads * g.head_dim, g.num_kv_heads * g.head_dim, g.num_kv_heads * g.value_dim])
     return q, k, v
 
 
 def _fuse_blocks(q: Tensor, k: Tensor, v: Tensor, g: Geometry) -> Tensor:
-    return torch.cat([q, k, v])
+    return _concatenate([q, k, v], 0)
 
 
 def _split_per_group(x: Tensor, g: Geometry) -> tuple[Tensor, Tensor, Tensor]:
@@ -104,7 +115,7 @@ def _split_per_group(x: Tensor, g: Geometry) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _fuse_per_group(q: Tensor, k: Tensor, v: Tensor, g: Geometry) -> Tensor:
-    return join_heads(torch.cat([view_heads(x, g.num_kv_heads) for x in (q, k, v)], dim=1))
+    return join_heads(_concatenate([view_heads(x, g.num_kv_heads) for x in (q, k, v)], 1))
 
 
 _LAYOUTS = {
@@ -250,7 +261,7 @@ def _with_gates(weights: AttentionWeights) -> AttentionWeights:
     extras = dict(weights.query_extras)
 
     def gated(q: Tensor | None, leaf: str) -> Tensor | None:
-        return None if q is None else torch.cat([q, extras.pop(f"gate.{leaf}")], dim=1)
+        return None if q is None else _concatenate([q, extras.pop(f"gate.{leaf}")], 1)
 
     q, bias = gated(weights.q, "weight"), gated(weights.q_bias, "bias")
     assert q is not None

@@ -3,6 +3,8 @@ keeps the function where the members of a group are identical."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -86,3 +88,18 @@ def test_a_target_layout_applies_only_once_heads_are_shared() -> None:
     assert torch.equal(unsplit(spec, weights)["qkv.weight"], tag)
     shared = unsplit(spec, replace(weights, k=weights.k[:1], v=weights.v[:1]))["qkv.weight"]
     assert shared[:, 0].tolist() == [3.0 * h for h in range(H) for _ in range(D)] + [1.0] * D + [2.0] * D
+
+
+def test_shapes_are_found_without_the_tracing_half_of_torch() -> None:
+    """Sums and concatenations on the meta device load hundreds of modules: more than a second of a conversion."""
+    code = (
+        "from mha2gqa.planning import plan_conversion, site_changes\n"
+        "base = {'num_attention_heads': 8, 'num_key_value_heads': 8, 'hidden_size': 64, 'num_hidden_layers': 1}\n"
+        "import sys\n"
+        "for kind, names in (('phi3', {'qkv': 192, 'o': 64}), ('llama', dict.fromkeys('qkvo', 64))):\n"
+        "    shapes = {f'model.layers.0.self_attn.{n}_proj.weight': (rows, 64) for n, rows in names.items()}\n"
+        "    plan = plan_conversion({'model_type': kind} | base, shapes, 2)\n"
+        "    assert site_changes(plan, plan.sites[0], shapes)[0]\n"
+        "assert not {'sympy', 'torch._dynamo', 'transformers'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -256,6 +256,30 @@ def convert_pico(model_type: str, folder: Path, groups: int = 2) -> Pico:
     return pico
 
 
+def convert_reexpressed(cls: Any, source: Path, folder: Path, groups: int, as_: str) -> Pico:
+    """A checkpoint as another architecture, with all KV heads (`source`) and with `groups` (`out`).
+
+    Args:
+        cls: The class of the result.
+        source: A checkpoint of the original class.
+        folder: Where the two go.
+        groups, as_: As `convert` takes them.
+    """
+    config = read_config(source)
+    heads_before = config.get("num_attention_heads", config.get("n_head"))
+    every = convert(source, folder / "source", heads_before, as_=as_)
+    few = convert(source, folder / "out", groups, as_=as_)
+    assert every.reexpression == few.reexpression != {}
+    assert [c.ok for c in (*every.verification, *few.verification) if c.name == "re-expression"] == [True] * 2
+    pico = Pico(every.reexpression["target_type"], cls, load_complete(cls, folder / "source"), folder, groups)
+    again = convert(pico.source, folder / "again", groups)  # in two steps it is the same
+    assert again.reexpression == {}
+    one, two = read_tensors(pico.out), read_tensors(folder / "again")
+    assert one.keys() == two.keys() and all(torch.equal(one[n], two[n]) for n in one)
+    assert read_config(pico.out) == read_config(folder / "again")
+    return pico
+
+
 def kv_keys(spec: AttentionSpec, groups: int) -> set[str]:
     """The config keys a conversion may change."""
     target = spec.mqa if groups == 1 else spec.gqa

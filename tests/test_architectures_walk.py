@@ -13,8 +13,17 @@ from typing import Any
 
 import pytest
 import torch
-from architecture_proofs import convert_pico, prove_forward, prove_load
+from architecture_proofs import (
+    convert_pico,
+    convert_reexpressed,
+    difference,
+    outputs,
+    prove_forward,
+    prove_load,
+)
+from families import PICOS
 from pico_models import GROUPS, TIMM
+from reexpressed_picos import ROUTES, TARGETS, class_of, save_source
 
 from mha2gqa.architectures import listing
 from mha2gqa.architectures.exported import STOCK
@@ -69,9 +78,36 @@ def test_architecture(model_type: str, tmp_path: Path, request: pytest.FixtureRe
     prove(pico)
 
 
+@pytest.mark.parametrize("name", ROUTES)
+def test_reexpressed_architecture(name: str, tmp_path: Path) -> None:
+    _prove_reexpressed(name, tmp_path)
+
+
+def _prove_reexpressed(name: str, folder: Path) -> str:
+    """Prove one way to write a model as another architecture; returns `source -> target`."""
+    original = save_source(name, folder / "mha")
+    _, _, as_, target = ROUTES[name]
+    groups = 1 if target == "gpt_bigcode" else 2
+    pico = convert_reexpressed(class_of(TARGETS[target]), folder / "mha", folder, groups, as_)
+    ids = torch.randint(4, 90, (2, 9), generator=torch.Generator().manual_seed(1))
+    assert difference(outputs(pico.model, ids), outputs(original, ids)) < 1e-5
+    prove_forward(pico)
+    return f"{json.loads((folder / 'mha' / 'config.json').read_text())['model_type']} -> {target}"
+
+
+def test_every_reexpression_is_proven_or_says_otherwise() -> None:
+    rows = listing.reexpressed_rows()
+    forward = [f"{row['model_type']} -> {row['as']}" for row in rows if row["proven"] == "forward"]
+    assert sorted(forward) == listing.proofs()["reexpressed"]
+    assert {row["model_type"] for row in rows if row["proven"] == "layout"} == {
+        "baichuan", "internlm", "internlm2", "qwen",
+    }  # fmt: skip
+
+
 def test_every_supported_type_is_proven_and_the_list_is_the_table() -> None:
     proven = listing.proofs()
     assert sorted(proven["forward"] + proven["meta"]) == listing.supported_types()
+    assert STOCK.keys() == {model_type for model_type, _ in PICOS.values()}  # run in test_modeling_*.py
     assert len(proven["forward"]) >= 200
 
 
@@ -94,6 +130,9 @@ def main() -> None:
     _replace_timm(setattr)
     kinds = {name: _prove(name) for name in WALKED} | dict.fromkeys(STOCK, "forward")
     lists = {kind: sorted(n for n, k in kinds.items() if k == kind) for kind in ("forward", "meta")}
+    with tempfile.TemporaryDirectory() as folder:
+        routes = {_prove_reexpressed(name, Path(folder) / name) for name in ROUTES}
+    lists["reexpressed"] = sorted(routes)
     data = {"transformers": transformers.__version__, **lists}
     listing._PROVEN.write_text(json.dumps(data, indent=1) + "\n")
     print({kind: len(names) for kind, names in lists.items()})

@@ -16,65 +16,11 @@ from architecture_proofs import (
     read_tensors,
     write_folder,
 )
+from reexpressed_picos import IDS, NEOX, OPT, ROUTES, TARGETS, H, class_of, save_source
 
 from mha2gqa import reexpress
 from mha2gqa.checkpoint import open_checkpoint
 from mha2gqa.errors import CheckpointError, UnsupportedModelError, UsageError
-
-H = 8
-IDS = {"vocab_size": 96, "bos_token_id": 0, "eos_token_id": 2}
-NEOX: dict[str, Any] = IDS | {
-    "hidden_size": 64, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": H,
-    "max_position_embeddings": 64,
-}  # fmt: skip
-GPTJ: dict[str, Any] = IDS | {
-    "n_embd": 64, "n_layer": 2, "n_head": H, "n_positions": 64, "rotary_dim": 4, "tie_word_embeddings": False,
-}  # fmt: skip
-GPT2: dict[str, Any] = IDS | {
-    "n_embd": 64, "n_layer": 2, "n_head": H, "n_positions": 64, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
-    "attn_pdrop": 0.0,
-}  # fmt: skip
-OPT: dict[str, Any] = IDS | {
-    "hidden_size": 64, "ffn_dim": 80, "num_hidden_layers": 2, "num_attention_heads": H, "dropout": 0.0,
-    "max_position_embeddings": 64, "word_embed_proj_dim": 64, "pad_token_id": 1,
-}  # fmt: skip
-FALCON: dict[str, Any] = IDS | {
-    "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": H, "multi_query": False, "bias": True,
-    "parallel_attn": True, "alibi": False, "new_decoder_architecture": False,
-}  # fmt: skip
-# name -> (class, config, `as_`, model type of the result)
-STOCK: dict[str, tuple[str, dict[str, Any], str, str]] = {
-    "gpt_neox": ("GPTNeoX", NEOX, "auto", "phi"),
-    "gpt_neox-tied": ("GPTNeoX", {**NEOX, "tie_word_embeddings": True}, "auto", "phi"),
-    "gpt_neox-no-bias": ("GPTNeoX", {**NEOX, "attention_bias": False}, "auto", "phi"),
-    "gpt_neox-full-rotary": ("GPTNeoX", {**NEOX, "rotary_pct": 1.0, "rotary_emb_base": 500}, "auto", "phi"),
-    "gpt_neox-sequential": ("GPTNeoX", {**NEOX, "use_parallel_residual": False}, "auto", "nemotron"),
-    "gptj": ("GPTJ", GPTJ, "auto", "phi"),
-    "gptj-all-rotary": ("GPTJ", {**GPTJ, "rotary_dim": 8}, "phi", "phi"),
-    "codegen": ("CodeGen", GPTJ, "auto", "phi"),
-    "gpt2": ("GPT2", GPT2, "gpt_bigcode", "gpt_bigcode"),
-    "gpt2-untied": ("GPT2", {**GPT2, "tie_word_embeddings": False}, "gpt_bigcode", "gpt_bigcode"),
-    "opt": ("OPT", OPT, "gpt_bigcode", "gpt_bigcode"),
-    "falcon": ("Falcon", FALCON, "falcon", "falcon"),
-}
-
-
-def _class(name: str, model_type: str | None = None) -> Any:
-    if model_type is not None:
-        name = {"phi": "Phi", "nemotron": "Nemotron", "gpt_bigcode": "GPTBigCode", "falcon": "Falcon"}[
-            model_type
-        ]
-    suffix = "LMHeadModel" if name == "GPT2" else "ForCausalLM"
-    return getattr(transformers, name + suffix)
-
-
-def _source(name: str, path: Path) -> torch.nn.Module:
-    cls = _class(STOCK[name][0])
-    torch.manual_seed(0)
-    model = cls(cls.config_class(**STOCK[name][1])).float().eval()
-    make_every_weight_matter(model)
-    model.save_pretrained(path)
-    return model
 
 
 @torch.no_grad()
@@ -102,16 +48,16 @@ def _assert_equal(found: torch.Tensor, right: torch.Tensor, where: torch.Tensor 
     assert float((error if where is None else error[where]).max()) < 1e-5
 
 
-@pytest.mark.parametrize("name", STOCK)
+@pytest.mark.parametrize("name", ROUTES)
 def test_logits_stay_with_all_kv_heads(name: str, tmp_path: Path) -> None:
-    source = _source(name, tmp_path / "source")
+    source = save_source(name, tmp_path / "source")
     checkpoint = open_checkpoint(tmp_path / "source")
-    as_, target = STOCK[name][2:]
+    as_, target = ROUTES[name][2:]
     found = reexpress.plan(checkpoint.config, checkpoint.tensors, None, as_)
     assert found is not None and found.target_type == target
     (tmp_path / "out").mkdir()
     reexpress.write(reexpress.Reexpressed(checkpoint, found), tmp_path / "out")
-    result = load_complete(_class("", target), tmp_path / "out")
+    result = load_complete(class_of(TARGETS[target]), tmp_path / "out")
 
     ids = torch.randint(3, 90, (2, 12), generator=torch.Generator().manual_seed(1))
     right = _logits(source, ids)
@@ -132,7 +78,7 @@ def test_logits_stay_with_all_kv_heads(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["gpt_neox", "gptj", "opt"])
 def test_shapes_are_known_without_reading(name: str, tmp_path: Path) -> None:
-    _source(name, tmp_path / "source")
+    save_source(name, tmp_path / "source")
     checkpoint = open_checkpoint(tmp_path / "source")
     found = reexpress.plan(checkpoint.config, checkpoint.tensors, 1)
     assert found is not None
@@ -143,7 +89,7 @@ def test_shapes_are_known_without_reading(name: str, tmp_path: Path) -> None:
 
 def test_half_precision_is_folded_in_single(tmp_path: Path) -> None:
     """A fold of fp16 numbers is rounded once."""
-    model = _source("gpt_neox", tmp_path / "source").half()
+    model = save_source("gpt_neox", tmp_path / "source").half()
     model.save_pretrained(tmp_path / "half")
     checkpoint = open_checkpoint(tmp_path / "half")
     found = reexpress.plan(checkpoint.config, checkpoint.tensors)
@@ -179,11 +125,11 @@ def test_a_model_that_does_not_fit_says_why(tmp_path: Path) -> None:
     odd = {"model_type": "gpt_neox", **NEOX, "rotary_pct": 0.4}  # 3.2 of 8 dims
     names = [
         n.removeprefix("gpt_neox.")
-        for n in transformers.GPTNeoXModel(_class("GPTNeoX").config_class(**NEOX)).state_dict()
+        for n in transformers.GPTNeoXModel(class_of("GPTNeoX").config_class(**NEOX)).state_dict()
     ]
     with pytest.raises(UnsupportedModelError, match="an odd number"):
         reexpress.plan(odd, [*names, "embed_out.weight"])
-    _source("gpt_neox", tmp_path / "s")
+    save_source("gpt_neox", tmp_path / "s")
     names = list(read_tensors(tmp_path / "s"))
     with pytest.raises(CheckpointError, match=r"no tensor gpt_neox.layers.1.mlp.dense_h_to_4h.weight"):
         reexpress.plan(

@@ -18,11 +18,11 @@ from architecture_proofs import (
     write_folder,
 )
 from conftest import word_tokenizer
-from test_reexpress import FALCON, GPT2, GPTJ, IDS, NEOX, OPT, H
+from reexpressed_picos import FALCON, GPT2, GPTJ, IDS, NEOX, OPT, H
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mha2gqa.checkpoint import open_checkpoint
-from mha2gqa.conversion import convert
+from mha2gqa.conversion import convert, convert_model
 from mha2gqa.errors import CheckpointError, UnsupportedModelError, UsageError
 from mha2gqa.evaluation import evaluate
 from mha2gqa.pipeline.plan import plan
@@ -237,11 +237,17 @@ def logits_of_ours(path: Path) -> torch.Tensor:
 
 def test_falcon_with_alibi_becomes_multi_query(tmp_path: Path) -> None:
     """Falcon-RW: all heads, ALiBi, sequential. One KV head is its own multi_query form, no other number."""
-    pico(tmp_path / "rw", "Falcon", {**FALCON, "alibi": True, "parallel_attn": False})
+    model = pico(tmp_path / "random", "Falcon", {**FALCON, "alibi": True, "parallel_attn": False})
+    with torch.no_grad():
+        for layer in model.transformer.h:
+            for x in (layer.self_attention.query_key_value.weight, layer.self_attention.query_key_value.bias):
+                heads = x.view(H, 3, 8, *x.shape[1:])
+                heads[:, 1:] = heads[:1, 1:].clone()  # one key and value head for all
+    model.save_pretrained(tmp_path / "rw")
     convert(tmp_path / "rw", tmp_path / "out", 1)
     assert read_config(tmp_path / "out")["multi_query"] is True
     assert not failed(verify(tmp_path / "out", against=tmp_path / "rw").checks)
-    logits(tmp_path / "out")
+    assert difference(logits(tmp_path / "out"), logits(tmp_path / "rw")) < 1e-5
     with pytest.raises(UsageError, match="all KV heads or one, nothing between"):
         convert(tmp_path / "rw", tmp_path / "no", 2)
     pico(tmp_path / "parallel", "Falcon", FALCON)
@@ -269,6 +275,32 @@ def test_what_cannot_be_meant_is_refused_in_one_line(neox: Path, tmp_path: Path)
     with pytest.raises(UnsupportedModelError, match="its own code cannot hold fewer KV heads; --as llama"):
         convert(tmp_path / "remote", tmp_path / "out", 2)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "groups"),
+    [
+        ("GPTNeoX", NEOX, 2),
+        ("GPTNeoX", {**NEOX, "tie_word_embeddings": True}, 2),
+        ("GPT2", GPT2, 1),
+        ("GPTJ", GPTJ, H),
+    ],
+)
+def test_a_model_in_memory_becomes_what_its_file_becomes(
+    tmp_path: Path, name: str, config: dict[str, Any], groups: int
+) -> None:
+    model = pico(tmp_path / "source", name, config)
+    before = {key: x.clone() for key, x in model.state_dict().items()}
+    convert(tmp_path / "source", tmp_path / "out", groups)
+    small = convert_model(model, groups)
+    assert type(small).__name__ == read_config(tmp_path / "out")["architectures"][0]
+    with torch.no_grad():
+        assert torch.equal(small(IDS_IN).logits, logits(tmp_path / "out"))
+    assert all(torch.equal(x, before[key]) for key, x in model.state_dict().items())
+    blocks = torch.randint(3, 60, (24, 17), generator=torch.Generator().manual_seed(5))
+    fitted = convert_model(model, groups, calibration=blocks)
+    small.save_pretrained(tmp_path / "saved")
+    assert logits(tmp_path / "saved").shape == (2, 11, 96) and fitted(IDS_IN).logits.isfinite().all()
 
 
 # --- tokenizers ------------------------------------------------------------------------------------------

@@ -36,9 +36,10 @@ def list_architectures() -> dict[str, list[dict[str, str]]]:
         `supported` (`model_type`; `proven`: `forward` where a pico model was built with the real class,
         converted and run, `meta` where names and shapes were held against the class; `code` where the
         result travels with modelling code), `reexpressed` (`model_type`, `as`; `groups` it can reach, `any` or
-        `1`; `option` that `convert` needs; `when`: what must hold of the model; `proven`: `forward`, or
-        `layout` where the source's class is not in transformers), `refused` (`model_type`, `reason`); each
-        sorted by model type.
+        `1`; `option` that `convert` needs; `when`: what must hold of the model; `proven`: `forward` where a pico
+        model of the source's own class was re-expressed, converted and run, `layout` where that class is not
+        in transformers and a model was laid out by hand as its code does), `refused` (`model_type`,
+        `reason`); each sorted by model type.
 
     Example:
         >>> [a for a in list_architectures()["refused"] if a["model_type"] == "mamba"][0]["reason"][:13]
@@ -64,7 +65,7 @@ def reexpressed_rows() -> list[dict[str, str]]:
             "groups": "1" if route.only_mqa else "any",
             "option": "--as auto" if route.auto else f"--as {route.target}",
             "when": route.when,
-            "proven": route.proven,
+            "proven": "forward" if f"{name} -> {route.target}" in proofs()["reexpressed"] else "layout",
         }
         for name in sorted(REEXPRESSED)
         for route in REEXPRESSED[name]

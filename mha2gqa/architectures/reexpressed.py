@@ -14,15 +14,12 @@ class Route:
         auto: Whether `--as auto` takes it; else it must be named.
         only_mqa: Whether the target can hold all KV heads or one, nothing between.
         when: What must hold of the source, in words.
-        proven: `forward` where a model of the source's own class was re-expressed, converted and run;
-            `layout` where that class is not in transformers, and a model was laid out by hand as it does.
     """
 
     target: str
     auto: bool = True
     only_mqa: bool = False
     when: str = ""
-    proven: str = "forward"
 
 
 _GPT2 = (Route("gpt_bigcode", only_mqa=True),)
@@ -40,8 +37,8 @@ REEXPRESSED: dict[str, tuple[Route, ...]] = {
     # transformers caches every query head of this form: parameters shrink, the cache does not.
     "falcon": (Route("falcon", auto=False, when="all KV heads, parallel_attn"),),
     # Their own code cannot hold fewer KV heads; the weights fit a stock class.
-    "baichuan": (Route("llama", auto=False, when="the 7B models: RoPE, not ALiBi", proven="layout"),),
-    "internlm": (Route("llama", auto=False, proven="layout"),),
-    "internlm2": (Route("llama", auto=False, proven="layout"),),
-    "qwen": (Route("qwen2", auto=False, proven="layout"),),
+    "baichuan": (Route("llama", auto=False, when="the 7B models: RoPE, not ALiBi"),),
+    "internlm": (Route("llama", auto=False),),
+    "internlm2": (Route("llama", auto=False),),
+    "qwen": (Route("qwen2", auto=False),),
 }

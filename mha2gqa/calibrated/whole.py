@@ -21,6 +21,7 @@ from ..inmemory import assemble, plan_model
 from ..loading import free_memory, load_model, load_tokenizer, resolve_device, weight_bytes
 from ..planning import ATTENTION, Groupings, Plan, Site, SiteRewriter
 from ..reconstruct import LayerFit, ReconstructConfig, distill, reconstruct
+from ..reexpress import reexpressed_model
 from .groups import grouped
 from .inputs import Inputs, calibration_inputs, held_out_loss, split_held_out
 from .options import CALIBRATED, CalibrationOptions, Stage
@@ -311,6 +312,7 @@ def convert_model(
     reconstruct: bool | None = None,
     fit: ReconstructConfig | None = None,
     seed: int = 0,
+    as_: str = "auto",
     attention: Sequence[str] = ATTENTION,
     stage: Stage | None = None,
 ) -> Any:
@@ -328,18 +330,21 @@ def convert_model(
         refit, reconstruct: Stages after merging; on with calibration.
         fit: How hard those two try.
         seed: For methods that draw numbers, and the order of blocks.
+        as_: As `convert` takes it: which architecture the result is written in.
         attention: Kinds of decoder attention to share (`self`, `cross`), of those the model has.
         stage: Called with the name of a stage, what is done of it, and how much there is.
 
     Returns:
-        A working model with its own tensors, in eval mode: of the same class, or of the class exported
-        beside checkpoints whose stock class has no KV-head count (its code travels with `save_pretrained`).
+        A working model with its own tensors, in eval mode: of the same class, of the stock class it is re-expressed as,
+        or of the class exported beside checkpoints whose stock class has no KV-head count (its code travels
+        with `save_pretrained`).
 
     Example:
         >>> blocks = token_blocks(tokenizer, read_documents("train.jsonl"), 512)  # doctest: +SKIP
         >>> small = convert_model(model, groups=8, calibration=blocks)  # doctest: +SKIP
     """
     method = method or ("joint" if calibration is not None or statistics else "mean")
+    model = reexpressed_model(model, groups, as_)
     plan = plan_model(model, groups, method, groupings, seed, attention)
     device = next(model.parameters()).device
     options = CalibrationOptions(

@@ -17,7 +17,7 @@ from ..evaluation import evaluate
 from ..evaluation.gates import measure_gates, require
 from ..recipe import FitRecipe, Recipe, check_training_words, load_recipe, parse_size, recipe_from_dict
 from ..reconstruct import ReconstructConfig
-from ..report import headline, write_report
+from ..report import becomes, headline, write_report
 from ..results import Result
 from ..uptraining import uptrain
 from .builtin import resolve_data, resolve_model
@@ -283,8 +283,9 @@ def command() -> str:
 
 
 def _convert_detail(result: Mapping[str, Any]) -> str:
-    heads = result["num_kv_heads"]
-    return f"{heads['before']} KV heads -> {heads['after']}, method {result['method']}"
+    heads, types = result["num_kv_heads"], result.get("reexpression")
+    kinds = f"{becomes(types['source_type'], types['target_type'])}, " if types else ""
+    return f"{kinds}{heads['before']} KV heads -> {heads['after']}, method {result['method']}"
 
 
 def _evaluate_detail(result: Mapping[str, Any]) -> str:

@@ -16,6 +16,7 @@ from ..checkpoint import Checkpoint, TensorInfo, open_checkpoint
 from ..errors import CheckpointError
 from ..writer import check_space, copy_side_files, plan_shards, write_shards, write_text
 from .base import Recipe, Reexpression, copied
+from .routes import plan
 from .tokenizer import carry_tokenizer
 
 
@@ -68,6 +69,19 @@ class Reexpressed(Checkpoint):
                 fix="save the source in bfloat16 or float32 first",
             )
         return made
+
+
+def as_architecture(
+    checkpoint: Checkpoint, groups: int | None = None, as_: str | None = "auto"
+) -> Checkpoint:
+    """The checkpoint as the architecture it is converted in: itself, or `Reexpressed`.
+
+    Args:
+        checkpoint: The source.
+        groups, as_: As in `plan`, which says what is raised.
+    """
+    found = plan(checkpoint.config, checkpoint.tensors, groups, as_)
+    return checkpoint if found is None else Reexpressed(checkpoint, found)
 
 
 def shapes_of(found: Reexpression, shapes: Mapping[str, Iterable[int]]) -> dict[str, tuple[int, ...]]:

@@ -179,7 +179,7 @@ def test_sections_hold_the_words_of_what_they_call() -> None:
     assert uptrain <= {f.name for f in fields(UptrainRecipe)}
     assert {f.name for f in fields(FitRecipe)} == {f.name for f in fields(ReconstructConfig)} - OWN_FLAGS
     words = set(inspect.signature(convert).parameters) - {"source", "out", "force", "trust_remote_code"}
-    assert words - {"groupings", "progress", "stage"} <= {f.name for f in fields(ConvertRecipe)}
+    assert words - {"groupings", "progress", "stage", "checker"} <= {f.name for f in fields(ConvertRecipe)}
     assert set(get_args(Method)) <= set(MERGERS) and set(get_args(Protocol)) == set(PROTOCOLS)
 
 

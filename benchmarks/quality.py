@@ -15,7 +15,6 @@ import argparse
 import gc
 import hashlib
 import json
-import math
 import re
 import shutil
 import sys
@@ -26,7 +25,7 @@ from typing import Any
 
 import torch
 import transformers
-from _common import RESULTS, provenance, write_json
+from _common import RESULTS, write_json
 from _quality_rows import (
     OBJECTIVES,
     VARIANTS,
@@ -40,6 +39,7 @@ from _quality_rows import (
     uptrain_flops,
     uptrain_rows,
 )
+from _quality_table import Table
 
 from mha2gqa.conversion import convert
 from mha2gqa.data import held_out, read_documents, token_blocks
@@ -253,85 +253,6 @@ class Bench:
         }
 
 
-class Table:
-    """The results file: rows by key, runs that measured them, written after each row."""
-
-    def __init__(self, args: argparse.Namespace, bench: Bench) -> None:
-        self.path: Path = args.out
-        self.device = bench.device
-        protocol, name = bench.protocol(), Path(args.model).name
-        self.record: dict[str, Any] = {
-            "schema_version": 1,
-            "command": "benchmarks/quality.py",
-            "model": name,
-            "num_kv_heads": bench.num_kv_heads,
-            "protocol": protocol,
-            "runs": [],
-            "rows": [],
-        }
-        self.rows: dict[str, dict[str, Any]] = {}
-        for path in [args.out, *args.resume]:
-            if path.exists():
-                self._take(path, json.loads(path.read_text()))
-        self.run = len(self.record["runs"])
-
-    def _take(self, path: Path, other: dict[str, Any]) -> None:
-        """Rows of another file that are not known yet, with the runs that measured them."""
-        if any(other[key] != self.record[key] for key in ("model", "protocol")):
-            sys.exit(f"{path}: holds rows of another model or protocol; choose another --out")
-        new = [row for row in other["rows"] if row["key"] not in self.rows]
-        for run in sorted({row["run"] for row in new}):
-            self.record["runs"].append(other["runs"][run])
-            for row in (row for row in new if row["run"] == run):
-                self.rows[row["key"]] = row | {"run": len(self.record["runs"]) - 1}
-        self.record["rows"] = list(self.rows.values())
-
-    def add(self, row: Row, measured: dict[str, Any]) -> dict[str, Any]:
-        """Append a row (with its gap to the original on the same tokens) and write the file."""
-        entry = row.to_dict() | {k: _rounded(v) for k, v in measured.items()}
-        original = next((r["loss"] for r in self.record["rows"] if r["method"] == "original"), entry["loss"])
-        if row.stage != "tune":
-            entry["gap"] = round(entry["loss"] - original, 5)
-        if self.run == len(self.record["runs"]):
-            self.record["runs"].append(provenance(self.device))
-        entry["run"] = self.run
-        self.rows[row.key] = entry
-        self.record["rows"].append(entry)
-        self.write()
-        return entry
-
-    def write(self) -> None:
-        """The file as it stands."""
-        write_json(self.path, self.record)
-
-    def chosen_rate(self, row: Row, default: float) -> float:
-        """The rate with the lowest loss on the held-out side of the training text.
-
-        Of this recipe at this G and alpha, or, where that was not tuned, at the nearest G and alpha that was.
-        """
-        tuned = [r for r in self.rows.values() if (r["stage"], r["method"]) == ("tune", row.method)]
-        if not tuned:
-            return default
-
-        def distance(r: dict[str, Any]) -> tuple[float, float, float]:
-            return abs(r["alpha"] - (row.alpha or 0.0)), abs(math.log(r["groups"] / row.groups)), r["loss"]
-
-        return min(tuned, key=distance)["lr"]
-
-    def estimate(self, row: Row) -> float:
-        """Seconds that a row like this one took before; 0 where there was none."""
-        like = [
-            r["wall_seconds"]
-            for r in self.rows.values()
-            if (r["stage"], r.get("variant"), r.get("alpha")) == (row.stage, row.variant or None, row.alpha)
-        ]
-        return max(like, default=0.0)
-
-
-def _rounded(value: Any) -> Any:
-    return float(f"{value:.6g}") if isinstance(value, float) else value
-
-
 def planned(args: argparse.Namespace, num_kv_heads: int) -> Iterator[Row]:
     """All rows of the chosen stages, in a sensible order; the original always comes first."""
     wanted = re.compile(args.only or "")
@@ -359,7 +280,7 @@ def run(args: argparse.Namespace, bench_class: type[Bench] = Bench) -> None:
     transformers.utils.logging.disable_progress_bar()
     args.work.mkdir(parents=True, exist_ok=True)
     bench = bench_class(args)
-    table = Table(args, bench)
+    table = Table(args, bench.protocol(), bench.num_kv_heads, bench.device)
     left = 0
     for row in planned(args, bench.num_kv_heads):
         if row.key in table.rows:

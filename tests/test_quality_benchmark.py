@@ -18,6 +18,7 @@ import quality
 import tables
 
 from mha2gqa.assets import demo_texts, tiny_model_path
+from mha2gqa.reconstruct import ReconstructConfig
 
 
 def test_rows_are_unique_and_the_first_seed_of_everything_comes_first() -> None:
@@ -212,3 +213,20 @@ def test_no_row_starts_that_would_end_too_late(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(quality, "HOLDOUT", 0.2)  # of a few documents
     quality.run(quality.parse_args(_options(tmp_path, "--stages", "baselines", "--budget-seconds", "0.001")))
     assert not (tmp_path / "quality.json").exists()
+
+
+def test_fits_are_compared_on_held_out_training_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variant in rows.VARIANTS:
+        ReconstructConfig(**rows.fit_words(variant))
+    monkeypatch.setattr(quality, "HOLDOUT", 0.2)  # of a few documents
+    monkeypatch.setitem(rows.FITS, "distill", {"steps": 2, "batch_size": 4, "distill_steps": 3})
+    words = ["--text", "tune", "--stages", "convert", "--methods", "joint", "--calibration-tokens", "1024"]
+    words += ["--only", "convert", "--seeds", "0", "--variants", "refit", "refit+reconstruct+distill"]
+    options = _options(tmp_path, *words, "--budget-seconds", "500")
+    quality.run(quality.parse_args([*options, "--only", "refit"]))
+    record = json.loads((tmp_path / "quality.json").read_text())
+    assert "held-out" in record["protocol"]["text"]
+    refit, distilled = record["rows"][1:]
+    assert distilled["key"] == "convert/joint/G2/refit+reconstruct+distill/seed0"
+    assert distilled["loss"] < refit["loss"] and distilled["flops"] > refit["flops"]
+    assert distilled["token_visits"] == (2 + 3) * 64  # of 15 blocks, one at a time

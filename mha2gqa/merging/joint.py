@@ -18,7 +18,8 @@ def joint(weights: AttentionWeights, grouping: Grouping, context: MergeContext) 
 
     Keys share one complex functional per RoPE plane (weighted by query energy; a member's own phase and
     amplitude move into its queries), values share the best rank-d map in the output metric (a member's
-    way back moves into its output block).
+    way back moves into its output block). For the shared keys the merged queries are the least-squares optimum
+    among all linear maps of the input: there is nothing left to refit in them but drifting inputs.
 
     Args:
         weights: One module, K stored KV heads.

@@ -1,4 +1,4 @@
-"""One process of the distributed tests: python distributed_worker.py ddp|fsdp FOLDER; prints JSON on rank 0."""
+"""One process of the distributed tests: distributed_worker.py ddp|fsdp|zero3 FOLDER; writes JSON on rank 0."""
 
 from __future__ import annotations
 
@@ -80,6 +80,8 @@ if __name__ == "__main__":
     sharded: dict[str, Any] = {"fsdp": True} if mode == "fsdp" else {}
     if sharded:
         pretend_gpus()
+    if mode == "zero3":
+        sharded = {"deepspeed": str(Path(__file__).parents[1] / "examples" / "deepspeed_zero3.json")}
     found = {
         "in memory": in_memory(ddp_backend="gloo", **sharded),
         "checkpoint": from_checkpoint(place, streaming=mode == "ddp", ddp_backend="gloo", **sharded),

@@ -80,6 +80,15 @@ def test_teacher_of_another_vocabulary(error, tmp_path):
     assert "distil from the checkpoint that was converted, or use teacher none" in line
 
 
+def test_deepspeed_that_is_not_installed(error, monkeypatch):
+    from mha2gqa.uptraining import arguments
+
+    monkeypatch.setattr(arguments, "find_spec", lambda name: None)
+    assert "deepspeed: needs the package deepspeed; pip install deepspeed" in error(
+        "--tokens=256", "--set", "deepspeed=zero3.json", code=2
+    )
+
+
 def test_data_without_the_text_column(error, tmp_path):
     line = error("--tokens=256", "--text-column=body", code=1)
     assert "body" in line and "text" in line

@@ -6,6 +6,7 @@ import difflib
 import os
 from collections.abc import Mapping
 from dataclasses import fields
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,8 @@ def build_arguments(
 ) -> TrainingArguments:
     """TrainingArguments of a run: our defaults, then the user's own words over them."""
     extra = check_training_args(config.training_args)
+    if extra.get("deepspeed") and find_spec("deepspeed") is None:
+        raise UsageError("needs the package deepspeed", where="deepspeed", fix="pip install deepspeed")
     on_cpu = config.device == "cpu" or not torch.cuda.is_available()
     device = "cpu" if on_cpu else "cuda"
     micro = micro_batch(budget, world_size(), device, extra.pop("per_device_train_batch_size", None))

@@ -26,6 +26,7 @@ from .outcome import UptrainResult, summarise
 from .publishing import manifest_with, publish_trained
 from .quantised import add_quantised_adapter, merge_quantised, require_bitsandbytes
 from .session import Trained, train
+from .sharding import whole_models
 from .teaching import cache_teacher, find_teacher, load_teacher
 from .workspace import Workspace, changed_keys, checkpoint_stamp, recipe_keys
 
@@ -103,15 +104,16 @@ def run_uptrain(config: UptrainConfig) -> UptrainResult:
     result = summarise(config, budget, trained, teacher_name, begin)
     if trained.state is not None:  # only the first process holds the consolidated weights
         section = result.to_dict() | {"recipe": keys}
-        publish_trained(
-            trained.model,
-            trained.state,
-            source,
-            out,
-            manifest_with(source, config.model, section),
-            force=config.force,
-            adapter=trained.adapter,
-        )
+        with whole_models(trained.trainer.args):
+            publish_trained(
+                trained.model,
+                trained.state,
+                source,
+                out,
+                manifest_with(source, config.model, section),
+                force=config.force,
+                adapter=trained.adapter,
+            )
         if not config.keep_checkpoints:
             workspace.remove()
     trained.wait()
@@ -160,6 +162,10 @@ def _train_checkpoint(
         )
     if config.train == "qlora":
         require_bitsandbytes()
+    if args.deepspeed:
+        notices.append(
+            "deepspeed steps in its backward pass: divergence stops the run, but no spike is skipped"
+        )
     consent = config.trust_remote_code
     tokenizer = load_tokenizer(source.path, consent)
     if teacher_name is not None:
@@ -169,7 +175,8 @@ def _train_checkpoint(
         corpus = load_corpus(config, budget, tokenizer, workspace.root, collate)
     if corpus.held_out is None:
         args.eval_strategy = type(args.eval_strategy)("no")
-    student = load_model(source.path, dtype=torch.float32, device="cpu", trust_remote_code=consent)
+    with whole_models(args):
+        student = load_model(source.path, dtype=torch.float32, device="cpu", trust_remote_code=consent)
     if config.isolate_documents:
         require_isolation(student)
     if config.train == "attention":

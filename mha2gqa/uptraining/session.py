@@ -21,6 +21,7 @@ from .distillation import Teacher, attached
 from .dropout import set_dropout
 from .guard import Interrupted, stop_signals
 from .losses import Objective
+from .sharding import gather_master_weights
 from .stream import narrow_stream, unpacked
 from .trainer import Run, UptrainTrainer, training_flops
 from .workspace import Workspace
@@ -168,7 +169,9 @@ def _fit(trainer: UptrainTrainer, checkpoint: Path | None) -> tuple[float | None
 
 def _consolidated(trainer: UptrainTrainer) -> dict[str, torch.Tensor] | None:
     """The whole state dict on the first process, None on the others."""
-    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+    if trainer.is_deepspeed_enabled:
+        state = gather_master_weights(trainer.accelerator.unwrap_model(trainer.model_wrapped))
+    elif trainer.is_fsdp_enabled:
         state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
     else:
         state = trainer.accelerator.unwrap_model(trainer.model).state_dict()

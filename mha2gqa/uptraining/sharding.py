@@ -1,10 +1,13 @@
-"""What FSDP2 needs from us: an exact reduction, memory that does not grow, a sharded teacher."""
+"""What FSDP2 and ZeRO-3 need from us: an exact reduction, a sharded teacher, whole weights to read and write."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .compiling import repeated_layers
 
@@ -44,3 +47,44 @@ def shard_teacher(model: Any, mesh: Any = None) -> None:
         fully_shard(layer, mesh=mesh)
     base = getattr(model, model.base_model_prefix)
     fully_shard(base, mesh=mesh, ignored_params=outside)  # one root, so that blocks are fetched ahead
+
+
+def is_zero3(accelerator: Any) -> bool:
+    """Whether this run shards parameters with DeepSpeed's ZeRO-3."""
+    plugin = getattr(accelerator.state, "deepspeed_plugin", None)
+    return plugin is not None and int(plugin.zero_stage) == 3
+
+
+@contextmanager
+def whole_models(args: Any) -> Iterator[None]:
+    """Inside, models are loaded whole on every process; otherwise ZeRO-3 shards them as they are read.
+
+    What is proven on a model before it trains (its head, its adapters) needs its weights.
+    """
+    config = getattr(args, "hf_deepspeed_config", None)
+    if config is None:
+        yield
+        return
+    from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
+
+    unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        set_hf_deepspeed_config(config)
+
+
+def gather_master_weights(model: Any) -> dict[str, Tensor]:
+    """The state dict of a model under ZeRO, from the optimiser's float32 weights; all processes take part."""
+    import deepspeed
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    state = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        whole = safe_get_full_fp32_param(parameter) if parameter.requires_grad else None
+        if whole is None:
+            with deepspeed.zero.GatheredParameters([parameter]):
+                whole = parameter.detach().clone()
+        state[name] = whole.cpu()
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    return state | {name: buffers[name].cpu() for name in model.state_dict() if name in buffers}

@@ -18,6 +18,7 @@ from .distillation import Teacher, check_teacher, output_width
 from .guard import forward_flops
 from .objectives import SpanCollator
 from .session import memory_advice
+from .sharding import whole_models
 from .teacher_cache import Identity, TeacherCache
 from .workspace import checkpoint_stamp
 
@@ -61,7 +62,7 @@ def load_teacher(
     """
     dtype = torch.bfloat16 if args.bf16 else torch.float32
     consent = config.trust_remote_code
-    with memory_advice(args, budget):
+    with memory_advice(args, budget), whole_models(args):
         original = load_model(name, dtype=dtype, device=args.device, trust_remote_code=consent)
     widths = check_teacher(student, original, tokens)
     notices += [] if widths.note is None else [widths.note]

@@ -22,7 +22,7 @@ from .budget import Budget, UptrainConfig, learning_rate_factor, warmup_count
 from .distillation import Teacher
 from .guard import Meter, Reading, SpikeGuard, flops_per_token, forward_flops, peak_flops
 from .losses import IGNORED, Truncated
-from .sharding import is_fsdp2, reduce_in_float32, shard_teacher
+from .sharding import is_fsdp2, is_zero3, reduce_in_float32, shard_teacher
 from .workspace import seal, write_json
 
 logger = logging.getLogger(__name__)
@@ -86,12 +86,15 @@ class UptrainTrainer(Trainer):
             self.remove_callback(callback)
         if is_fsdp2(self.accelerator):
             reduce_in_float32(self.accelerator)
-            if run.teacher is not None and args.world_size > 1:
-                shard_teacher(run.teacher.model, getattr(self.accelerator, "torch_device_mesh", None))
+        sharded = is_fsdp2(self.accelerator) or is_zero3(self.accelerator)
+        if run.teacher is not None and args.world_size > 1 and sharded:
+            shard_teacher(run.teacher.model, getattr(self.accelerator, "torch_device_mesh", None))
         # Our loss is a sum divided by the tokens of the whole step: nothing is left to scale.
         self.model_accepts_loss_kwargs = True
         self.loss_is_scaled_for_ga = True
-        self.guard = SpikeGuard(uniform=math.log(model.config.get_text_config().vocab_size))
+        # DeepSpeed steps inside its backward pass: too late to skip a spike, in time to stop.
+        factor = 0.0 if self.is_deepspeed_enabled else SpikeGuard.factor
+        self.guard = SpikeGuard(math.log(model.config.get_text_config().vocab_size), factor)
         peak = peak_flops(args.device)
         self.meter = Meter(flops, None if peak is None else peak * args.world_size)
         self._sums = torch.zeros(2, device=args.device)  # step loss; cross-entropy since the last log

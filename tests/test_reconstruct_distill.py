@@ -36,7 +36,9 @@ def test_it_comes_closer_to_the_originals_predictions() -> None:
     old = {n: x.clone() for n, x in student.state_dict().items()}
     original = {n: x.clone() for n, x in teacher.state_dict().items()}
     begin = divergence(teacher, student, ids(100)[76:])
-    done = distill(teacher, student, SPEC, ids(100), CONFIG)
+    told: list[tuple[int, int]] = []
+    done = distill(teacher, student, SPEC, ids(100), CONFIG, lambda *steps: told.append(steps))
+    assert told == [(i, 40) for i in range(1, 41)]
     assert done.before == pytest.approx(begin, rel=1e-4)  # of 25 batches the last 6 judge
     assert done.after == pytest.approx(divergence(teacher, student, ids(100)[76:]), rel=1e-4)
     assert done.after < 0.97 * done.before and done.steps == 40

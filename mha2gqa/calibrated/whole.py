@@ -225,7 +225,15 @@ def _fit(
     each = fitted.batch_size * inputs.window
     result.about |= {"fit": asdict(fitted), "token_visits": most * each}
     if fitted.regress and fitted.distill_steps:
-        done = distill(teacher, result.model, spec, inputs.read, fitted, student_spec=own)
+        done = distill(
+            teacher,
+            result.model,
+            spec,
+            inputs.read,
+            fitted,
+            lambda step, steps: options.say("distilling", step, steps),
+            student_spec=own,
+        )
         result.about |= {"distilled": asdict(done), "distilled_token_visits": done.steps * each}
 
 

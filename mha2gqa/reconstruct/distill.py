@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import kl_div
 
 from ..architectures import AttentionSpec, find_sites
-from ..calibration import Batch
+from ..calibration import Batch, Progress
 from .capture import slice_rows
 from .config import ReconstructConfig
 from .modes import autocast, float32, frozen, repeatable, trained_parameters
@@ -41,6 +41,7 @@ def distill(
     spec: AttentionSpec,
     inputs: Batch | Tensor,
     config: ReconstructConfig,
+    progress: Progress | None = None,
     *,
     student_spec: AttentionSpec | None = None,
 ) -> Distilled:
@@ -52,6 +53,7 @@ def distill(
         spec: The original's architecture.
         inputs: Token ids `[N, T]`, or keyword tensors of both models' forward with N rows each.
         config: `distill_steps`, `distill_rate`; batches, schedule, held-out blocks and patience as for modules.
+        progress: Called after each step with `(steps done, steps)`.
         student_spec: The student's architecture, where it is another.
 
     Returns:
@@ -81,10 +83,16 @@ def distill(
             made = student(**batch, use_cache=False).logits.float().log_softmax(-1)
         return kl_div(made.flatten(0, -2), wanted.flatten(0, -2), reduction="batchmean", log_target=True)
 
+    done = 0
+
     def backward() -> None:
+        nonlocal done
         for share, batch in _pieces(teacher, _rows(seen, next(order))):
             (divergence(batch) * share).backward()
         nn.utils.clip_grad_norm_(parameters, 1.0)
+        done += 1
+        if progress:
+            progress(done, config.distill_steps)
 
     @torch.no_grad()
     def judge() -> float:

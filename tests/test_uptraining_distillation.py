@@ -155,3 +155,73 @@ def test_an_unknown_head_is_not_trusted():
 
     model.forward = odd
     assert find_head(model) is None
+
+
+# --- Liger ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def liger(monkeypatch) -> list[dict]:
+    """A stand-in for liger-kernel that computes its textbook meaning and notes how it was called."""
+    import sys
+    from types import ModuleType
+
+    calls: list[dict] = []
+
+    def fused(x, weight, target, bias=None, **words):
+        calls.append(words)
+        z = F.linear(x, weight, bias)
+        z = z if words["softcap"] is None else words["softcap"] * torch.tanh(z / words["softcap"])
+        return F.cross_entropy(z, target, ignore_index=words["ignore_index"], reduction=words["reduction"])
+
+    for name in ("liger_kernel", "liger_kernel.transformers", "liger_kernel.transformers.functional"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    sys.modules[name].liger_fused_linear_cross_entropy = fused  # type: ignore[attr-defined]
+    return calls
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("biased", [False, True])
+def test_liger_is_called_for_plain_loss_and_equals_the_chunks(liger, biased, softcap):
+    torch.manual_seed(0)
+    hidden = torch.randn(23, 12, requires_grad=True)
+    head = D.Head(torch.nn.Linear(12, 31, bias=biased), softcap=softcap)
+    labels = torch.randint(0, 31, (23,))
+    labels[[3, 11]] = D.IGNORED
+    leaves = [hidden, *head.module.parameters()]
+    found = [D.chunked_loss(hidden, labels, D.Objective(liger=on), head=head) for on in (False, True)]
+    assert len(liger) == 1 and liger[0]["accum_dtype"] == torch.float32
+    torch.testing.assert_close(found[1], found[0])
+    for ours, theirs in zip(*(torch.autograd.grad(x[0], leaves) for x in found), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_liger_is_left_out_where_it_cannot_say_it(liger):
+    hidden, module = torch.randn(5, 4, requires_grad=True), torch.nn.Linear(4, 9, bias=False)
+    labels, teacher = torch.randint(0, 9, (5,)), torch.randn(5, 9)
+    on = {"liger": True}
+    D.chunked_loss(hidden, labels, D.Objective(**on), head=D.Head(module, scale=0.5))
+    D.chunked_loss(
+        hidden, labels, D.Objective(True, 1.0, 0.0, **on), head=D.Head(module), teacher=lambda p: teacher[p]
+    )
+    D.chunked_loss(module(hidden), labels, D.Objective(**on))
+    with torch.no_grad():
+        D.chunked_loss(hidden, labels, D.Objective(**on), head=D.Head(module))
+    assert not liger
+
+
+def test_ligers_own_loss_stays_off(monkeypatch, tmp_path):
+    from mha2gqa.errors import UsageError
+    from mha2gqa.uptraining import liger
+    from mha2gqa.uptraining.arguments import build_arguments
+    from mha2gqa.uptraining.budget import UptrainConfig, plan_budget
+
+    words = {"use_liger_kernel": True, "liger_kernel_config": {"rope": False}}
+    config = UptrainConfig("m", "o", ("d",), tokens=64, batch_tokens=64, device="cpu", training_args=words)
+    budget = plan_budget(config, window=16)
+    monkeypatch.setattr(liger, "find_spec", lambda name: None)
+    with pytest.raises(UsageError, match="use_liger_kernel: needs the package liger-kernel"):
+        build_arguments(config, budget, tmp_path, 32, False)
+    monkeypatch.setattr(liger, "find_spec", lambda name: name)
+    args = build_arguments(config, budget, tmp_path, 32, False)
+    assert args.liger_kernel_config == {"rope": False, "fused_linear_cross_entropy": False}

@@ -105,3 +105,31 @@ def test_isolated_documents_are_trained(models, tmp_path):
     _, student, text = models
     result = uptrain(student, tmp_path / "up", text, tokens=640, isolate_documents=True, **TINY)
     assert result.losses["held_out_end"] != result.losses["held_out_start"]
+
+
+def test_trackers_get_what_is_logged(models, tmp_path):
+    """`report_to` passes through: TensorBoard holds loss, speed and time left, also when the run is over."""
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    _, student, text = models
+    result = uptrain(student, tmp_path / "up", text, tokens=320, report_to="tensorboard", **TINY)
+    assert not (tmp_path / "up.uptrain").exists()
+    (folder,) = (tmp_path / "up.runs").iterdir()
+    events = EventAccumulator(str(folder)).Reload()
+    names = {"loss", "ce_loss", "learning_rate", "grad_norm", "tokens", "tokens_per_second", "eta_seconds"}
+    assert {f"train/{name}" for name in names} <= set(events.Tags()["scalars"])
+    losses = [event.value for event in events.Scalars("train/loss")]
+    assert losses == pytest.approx([e["loss"] for e in result.losses["train"]], rel=1e-6)
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "wsd"])
+def test_the_schedule_is_the_one_asked_for(models, tmp_path, schedule):
+    from mha2gqa.uptraining.budget import default_learning_rate, learning_rate_factor
+
+    _, student, text = models
+    options = {"tokens": 64 * 10, "teacher": "none", "lr_scheduler_type": schedule, "warmup_steps": 2}
+    result = uptrain(student, tmp_path / "up", text, **options, **TINY)
+    rates = [e["learning_rate"] for e in result.losses["train"]]
+    peak = default_learning_rate(32)
+    assert rates == pytest.approx([peak * learning_rate_factor(s, 10, 2, schedule) for s in range(10)])

@@ -15,6 +15,7 @@ from transformers import TrainingArguments
 
 from ..errors import UsageError
 from .budget import Budget, UptrainConfig, default_learning_rate
+from .liger import OWN_LOSS, require_liger
 
 MICRO_BATCH_TOKENS = {"cpu": 4096, "default": 16_384}
 
@@ -109,6 +110,9 @@ def build_arguments(
     extra = check_training_args(config.training_args)
     if extra.get("deepspeed") and find_spec("deepspeed") is None:
         raise UsageError("needs the package deepspeed", where="deepspeed", fix="pip install deepspeed")
+    if extra.get("use_liger_kernel"):
+        require_liger()
+        extra["liger_kernel_config"] = dict(extra.get("liger_kernel_config") or {}) | OWN_LOSS
     on_cpu = config.device == "cpu" or not torch.cuda.is_available()
     device = "cpu" if on_cpu else "cuda"
     micro = micro_batch(budget, world_size(), device, extra.pop("per_device_train_batch_size", None))

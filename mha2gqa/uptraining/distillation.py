@@ -132,7 +132,7 @@ def attached(model: Any, spec: Objective, teacher: Teacher | None = None) -> Ite
         elif teacher_states is not None:
             assert teacher is not None
             chunks = teacher_chunks(teacher_states, teacher.head)
-        now = spec if chunks is not None else Objective(compiled=spec.compiled)
+        now = spec if chunks is not None else Objective(compiled=spec.compiled, liger=spec.liger)
         kwargs = model_inputs(inputs)
         if head is None:
             if self.config.is_encoder_decoder and "decoder_input_ids" not in kwargs:

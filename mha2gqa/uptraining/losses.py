@@ -52,12 +52,14 @@ class Objective:
         temperature: Both distributions are softened by it; the KL is scaled by its square.
         ce_weight: Share of the next-token loss (1 without a teacher).
         compiled: Fuse the float32 work of a chunk with `torch.compile`.
+        liger: Train on plain next-token loss by Liger's fused kernel.
     """
 
     distil: bool = False
     temperature: float = 1.0
     ce_weight: float = 1.0
     compiled: bool = False
+    liger: bool = False
 
 
 @dataclass(frozen=True)
@@ -348,6 +350,12 @@ def chunked_loss(
         return _ChunkedLoss.apply(
             hidden, None, None, labels, teacher, spec, 1.0, None, hidden.dtype, with_grad
         )
+    if spec.liger and teacher is None and with_grad:
+        from .liger import liger_cross_entropy
+
+        fused = liger_cross_entropy(hidden, labels, head, dtype)
+        if fused is not None:
+            return fused, fused.detach()
     weight, bias = head.module.weight, head.module.bias
     return _ChunkedLoss.apply(
         hidden, weight, bias, labels, teacher, spec, head.scale, head.softcap, dtype, with_grad

@@ -115,6 +115,7 @@ def run_uptrain(config: UptrainConfig) -> UptrainResult:
                 adapter=trained.adapter,
             )
         if not config.keep_checkpoints:
+            workspace.keep_logs()
             workspace.remove()
     trained.wait()
     return result

@@ -77,7 +77,8 @@ def train(
         logger.warning("%s", notice)
     compiled = _should_compile(student, args, config, budget, teacher)
     distils = teacher is not None or bool(getattr(corpus.train, "caches", ()))
-    spec = Objective(distils, config.temperature, config.ce_weight if distils else 1.0, compiled)
+    liger = args.device.type == "cuda" and bool(args.use_liger_kernel)
+    spec = Objective(distils, config.temperature, config.ce_weight if distils else 1.0, compiled, liger)
     one_document = nullcontext() if config.isolate_documents else unpacked()
     stream = narrow_stream(student) if config.residual_dtype == "bfloat16" else nullcontext()
     try:

@@ -156,6 +156,14 @@ class Workspace:
             if not is_complete(folder):
                 shutil.rmtree(folder, ignore_errors=True)
 
+    def keep_logs(self) -> None:
+        """Move what a tracker wrote here (TensorBoard's `runs`) beside the result, as `<out>.runs`."""
+        logs, kept = self.root / "runs", self.out.with_name(self.out.name + ".runs")
+        if logs.is_dir():
+            for entry in sorted(logs.iterdir()):
+                kept.mkdir(exist_ok=True)
+                shutil.move(entry, kept / entry.name)
+
     def remove(self) -> None:
         """Delete the whole folder."""
         shutil.rmtree(self.root, ignore_errors=True)

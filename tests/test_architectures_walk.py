@@ -111,6 +111,25 @@ def test_every_supported_type_is_proven_and_the_list_is_the_table() -> None:
     assert len(proven["forward"]) >= 200
 
 
+def test_every_type_of_transformers_has_a_fate() -> None:
+    import transformers
+    from transformers.models.auto import modeling_auto as auto
+
+    if transformers.__version__ != listing.proofs()["transformers"]:
+        pytest.skip(f"the table is of transformers {listing.proofs()['transformers']}")
+    mappings = (
+        auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+        auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+        auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
+    )
+    every = {name for mapping in mappings for name in mapping}
+    kinds = listing.list_architectures()
+    known = {kind: {row["model_type"] for row in rows} for kind, rows in kinds.items()}
+    assert every - set().union(*known.values()) == set()
+    assert not known["refused"] & (known["supported"] | known["reexpressed"])
+
+
 def _prove(model_type: str) -> str:
     with tempfile.TemporaryDirectory() as folder:
         pico = convert_pico(model_type, Path(folder), GROUPS.get(model_type, 2))

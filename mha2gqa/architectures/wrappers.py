@@ -40,7 +40,7 @@ class Wrapper:
 
 # Text models that exist only inside a wrapper.
 _LLAMA_LIKE = (
-    "deepseek_ocr2_text", "emu3_text_model", "evolla", "granite4_vision_text", "granite_docling_text",
+    "deepseek_ocr2_text", "emu3_text_model", "granite4_vision_text", "granite_docling_text",
     "paddleocr_vl_text", "qwen2_5_omni_text", "qwen2_5_vl_text", "qwen2_vl_text",
     "unlimited_ocr_text", "voxtral_realtime_text",
 )  # fmt: skip

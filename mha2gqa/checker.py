@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 _SERVE = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from mha2gqa.checker import serve; serve()"
 
 
-# Optional, slow to load, and only for what no check does: losses of object detectors, assisted decoding.
+# Optional, slow to load, and hardly ever needed: losses of object detectors, assisted decoding. A class that
+# does need them fails its checks there and is checked again here, with everything that is installed.
 _UNUSED = ("scipy", "sklearn")
 
 
@@ -31,7 +32,8 @@ class Checker:
     """Checks on one result: the small twin while it is written, the finished folder after that.
 
     A process of its own makes them, or a thread of this one where transformers is loaded already or no
-    process can be started. What that process leaves unanswered is checked here: nothing is left out.
+    process can be started. That process answers only if every check held. Whatever else happens there, all of
+    them are made here: nothing is left out, and no verdict depends on how that process differs from this.
 
     Example:
         >>> with Checker() as checker:  # doctest: +SKIP
@@ -121,7 +123,7 @@ def _send(process: subprocess.Popen[str], message: Mapping[str, Any]) -> None:
 
 
 def _answer(process: subprocess.Popen[str]) -> list[Check] | None:
-    """What the process found; None if it died without a word."""
+    """What the process found; None if it ended without a word."""
     from .twin import Check
 
     assert process.stdout is not None
@@ -152,5 +154,6 @@ def serve() -> None:
         if finished := sys.stdin.readline():
             asked = json.loads(finished)
             checks = [*verify_folder(Path(asked["folder"]), expected=asked["expected"]), twin]
-            answers.write(json.dumps([vars(check) for check in checks]) + "\n")
-            answers.flush()
+            if all(check.ok for check in checks):
+                answers.write(json.dumps([vars(check) for check in checks]) + "\n")
+                answers.flush()

@@ -74,6 +74,16 @@ def test_a_process_that_dies_leaves_no_check_out(folders: tuple[Path, Path], cod
         assert [check.ok for check in there.check(folders[1], names(folders[1]))] == [True] * 5
 
 
+@pytest.mark.parametrize("ok", [False, None])
+def test_only_checks_that_held_are_taken_over(folders: tuple[Path, Path], ok: bool | None) -> None:
+    found = f"v.verify_folder = lambda *_, **__: [Check('loads', {ok}, 'a package is hidden')]"
+    odd = f"; import mha2gqa.verification as v; from mha2gqa.twin import Check; {found}; serve()"
+    with Checker() as there:
+        there._process = process(checker._SERVE.replace("; serve()", odd))
+        there.expect(*configs(folders))
+        assert [check.ok for check in there.check(folders[1], names(folders[1]))] == [True] * 5
+
+
 def test_a_failed_check_of_the_other_process_publishes_nothing(
     folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

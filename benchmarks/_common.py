@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
@@ -12,9 +13,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import mha2gqa
 from mha2gqa.results import versions
 
 RESULTS = Path(__file__).parent / "results"
+PACKAGE = Path(mha2gqa.__file__).parent
 
 
 def hardware(device: str = "cpu") -> dict[str, Any]:
@@ -34,13 +37,22 @@ def hardware(device: str = "cpu") -> dict[str, Any]:
     return found
 
 
+def code_digest() -> str:
+    """Which code measured: the start of a SHA-256 over the package's Python files."""
+    digest = hashlib.sha256()
+    for path in sorted(PACKAGE.rglob("*.py")):
+        digest.update(path.relative_to(PACKAGE).as_posix().encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
 def provenance(device: str = "cpu", seed: int | None = None) -> dict[str, Any]:
-    """Versions, hardware, date and the command line that is running; paths shortened to their names."""
+    """Versions, code, hardware, date and the command line that is running; paths shortened to their names."""
     words = [Path(word).name if os.sep in word else word for word in sys.argv[1:]]
     return {
         "command_line": " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *words]),
         "date": time.strftime("%Y-%m-%d"),
         "versions": versions(),
+        "code": code_digest(),
         "hardware": hardware(device),
         "seed": seed,
     }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import statistics
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,23 +38,39 @@ def _label(row: Mapping[str, Any]) -> str:
     return f"{row['method']}{extra}{alpha}"
 
 
+def _run(run: Mapping[str, Any]) -> str:
+    """What tells runs apart that should not share a table unmarked."""
+    card = run.get("hardware", {}).get("gpu", "CPU")
+    return ", ".join([card, run["date"], *([f"code {run['code']}"] if "code" in run else [])])
+
+
 def quality(record: Mapping[str, Any]) -> str:
     """Losses by method and number of KV heads; seeds are averaged."""
-    rows = [row for row in record["rows"] if row["stage"] != "tune"]
+    # A pooling appears among baselines and conversions: each seed counts once.
+    first: dict[tuple[str, int, int], Mapping[str, Any]] = {}
+    for row in record["rows"]:
+        if row["stage"] != "tune":
+            first.setdefault((_label(row), row["groups"], row.get("seed", 0)), row)
+    rows = list(first.values())
     original = next(row for row in rows if row["method"] == "original")
     kv_heads = record["num_kv_heads"]
     groups = sorted({row["groups"] for row in rows} - {kv_heads}, reverse=True)
     controls = [row for row in rows if row["groups"] == kv_heads and row is not original]
-    cells: dict[str, dict[int, dict[int, float]]] = {}
+    runs = [_run(run) for run in record["runs"]]
+    usual = Counter(runs[row["run"]] for row in rows).most_common(1)[0][0]
+    others = {(_label(row), row["groups"]): runs[row["run"]] for row in rows if runs[row["run"]] != usual}
+    cells: dict[str, dict[int, list[float]]] = {}
     for row in rows:
-        if (
-            row["groups"] != kv_heads
-        ):  # a pooling appears among baselines and conversions: each seed counts once
-            by_seed = cells.setdefault(_label(row), {}).setdefault(row["groups"], {})
-            by_seed.setdefault(row.get("seed", 0), row["loss"])
+        if row["groups"] != kv_heads:
+            cells.setdefault(_label(row), {}).setdefault(row["groups"], []).append(row["loss"])
+
+    def mark(name: str, groups: int) -> str:
+        return "†" if (name, groups) in others else ""
+
     head = ["loss, nats per token", *(f"{kv_heads // g}:1 (G={g})" for g in groups)]
     lines = [
-        [name, *(mean_and_spread(list(by.get(g, {}).values())) for g in groups)] for name, by in cells.items()
+        [name, *(mean_and_spread(by.get(g, [])) + mark(name, g) for g in groups)]
+        for name, by in cells.items()
     ]
     protocol = record["protocol"]
     text = (
@@ -62,8 +79,13 @@ def quality(record: Mapping[str, Any]) -> str:
         + markdown(head, lines)
     )
     if controls:
-        done = ", ".join(f"alpha {row['alpha']:g}: {row['loss']:.3f}" for row in controls)
+        done = ", ".join(
+            f"alpha {row['alpha']:g}: {row['loss']:.3f}{mark(_label(row), kv_heads)}" for row in controls
+        )
         text += f"\n\nControl, the MHA original continued on the same tokens: {done}."
+    if others:
+        found = " and ".join(sorted(set(others.values())))
+        text += f"\n\n† not measured with the rest ({usual}) but by another state of the code: {found}."
     return text
 
 

@@ -93,12 +93,13 @@ def test_uptraining_costs_three_forwards_and_the_teachers_one() -> None:
 
 def _record() -> dict[str, Any]:
     def row(loss: float, **fields: Any) -> dict[str, Any]:
-        return {"loss": loss, "gap": loss - 3.31, "groups": 4, "seed": 0, **fields}
+        return {"loss": loss, "gap": loss - 3.31, "groups": 4, "seed": 0, "run": 1, **fields}
 
     return {
         "command": "benchmarks/quality.py",
         "model": "m",
         "num_kv_heads": 16,
+        "runs": [{"date": "2026-11-27"}, {"date": "2026-11-28"}],
         "protocol": {"name": "blocks", "window": 512, "dtype": "float32", "tokens": 1000},
         "rows": [
             row(3.31, stage="baselines", method="original", groups=16),
@@ -126,6 +127,20 @@ def test_the_table_averages_seeds_and_leaves_tuning_out(tmp_path: Path) -> None:
     assert "1.000" not in text
     assert "continued on the same tokens: alpha 0.05: 3.318" in text
     assert "original 3.310; protocol blocks, window 512, 1,000 tokens, float32" in text
+
+
+def test_rows_of_an_earlier_state_are_marked(tmp_path: Path) -> None:
+    record = _record()
+    for row in record["rows"]:
+        row["run"] = 0 if row["method"] in ("joint+kd", "original+ce") else 1
+    path = tmp_path / "quality.json"
+    path.write_text(json.dumps(record))
+    text = tables.render(path)
+    assert "| joint+kd, alpha 0.05 | 3.301† |  |" in text and "| mean | 8.357 | 9.571 |" in text
+    assert (
+        "alpha 0.05: 3.318†." in text
+        and "(CPU, 2026-11-28) but by another state of the code: CPU, 2026-11-27." in text
+    )
 
 
 def test_a_pooling_that_two_stages_measured_counts_once(tmp_path: Path) -> None:

@@ -24,8 +24,8 @@ from mha2gqa.calibrated.groups import grouped
 from mha2gqa.calibrated.options import CalibrationOptions
 from mha2gqa.calibration import collect
 from mha2gqa.inmemory import assemble, plan_model
-from mha2gqa.planning import SiteRewriter
 from mha2gqa.reconstruct import ReconstructConfig, reconstruct
+from mha2gqa.rewriting import SiteRewriter
 
 
 def build(args: argparse.Namespace) -> Any:

@@ -17,10 +17,11 @@ from .checkpoint import MANIFEST, Checkpoint, open_checkpoint
 from .errors import CheckpointError, UnsupportedModelError
 from .inmemory import convert_state_dict
 from .modeling import modeling_file
-from .planning import ATTENTION, Groupings, Plan, SiteRewriter, plan_conversion
+from .planning import ATTENTION, Groupings, Plan, plan_conversion
 from .reconstruct import ReconstructConfig
 from .reexpress import Reexpressed, as_architecture, carry_tokenizer, written
 from .results import Result
+from .rewriting import SiteRewriter
 from .twin import Check, check_reexpression
 from .verification import failed
 from .writer import (

@@ -396,3 +396,8 @@ def interleaved_to_half_split(x: Tensor, rotary: int) -> Tensor:
     """Re-order the rotary rows of `[heads, d, …]` from (2j, 2j+1) pairs to (j, j + rotary/2) pairs."""
     order = [*range(0, rotary, 2), *range(1, rotary, 2), *range(rotary, x.shape[1])]
     return x[:, order]
+
+
+def codegen_part(part: int, x: Tensor) -> Tensor:
+    """q, v or k (0, 1, 2: in this order) of CodeGen's `[4 blocks * 3 parts * rows, …]` -> `[4 * rows, …]`."""
+    return x.unflatten(0, (4, 3, -1))[:, part].flatten(0, 1)

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from .architectures import AttentionSpec, config_changes, find_spec
 from .modeling import exported_class, register
-from .planning import ATTENTION, Groupings, Plan, SiteRewriter, plan_for_spec
+from .planning import ATTENTION, Groupings, Plan, plan_for_spec
+from .rewriting import SiteRewriter
 
 
 def convert_state_dict(

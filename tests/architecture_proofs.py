@@ -15,7 +15,8 @@ from mha2gqa import heads
 from mha2gqa.architectures import AttentionSpec, find_sites, find_spec, geometry, rotary_dim
 from mha2gqa.conversion import convert
 from mha2gqa.heads import AttentionWeights
-from mha2gqa.planning import SiteRewriter, plan_conversion
+from mha2gqa.planning import plan_conversion
+from mha2gqa.rewriting import SiteRewriter
 from mha2gqa.twin import quiet
 
 Tensors = dict[str, torch.Tensor]

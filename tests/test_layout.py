@@ -32,6 +32,7 @@ LAYERS = [
     "grouping",
     "merging",
     "planning",
+    "rewriting",
     "inmemory",
     "reconstruct",
     "twin",

@@ -16,7 +16,8 @@ from ..calibration import Statistics
 from ..grouping import evaluations, read_groupings, search
 from ..loading import resolve_device
 from ..merging.sharing import Sharing, sharing
-from ..planning import Groupings, Plan, Site, site_context
+from ..planning import Groupings, Plan, Site
+from ..rewriting import site_context
 from .options import CalibrationOptions
 
 Facts = dict[str, dict[str, Any]]  # module path -> further fields of its report

@@ -19,9 +19,10 @@ from ..checkpoint import Checkpoint
 from ..errors import UsageError
 from ..inmemory import assemble, plan_model
 from ..loading import free_memory, load_model, load_tokenizer, resolve_device, weight_bytes
-from ..planning import ATTENTION, Groupings, Plan, Site, SiteRewriter
+from ..planning import ATTENTION, Groupings, Plan, Site
 from ..reconstruct import LayerFit, ReconstructConfig, distill, reconstruct
 from ..reexpress import reexpressed_model
+from ..rewriting import SiteRewriter
 from .groups import grouped
 from .inputs import Inputs, calibration_inputs, held_out_loss, split_held_out
 from .options import CALIBRATED, CalibrationOptions, Stage

@@ -14,10 +14,8 @@ from .problems import Group, Shared, ratio, select, spectra
 
 
 @dataclass(frozen=True)
-class PlaneProblem:
-    """Rotary keys: one complex scalar per head and plane, moved into the queries.
-
-    Minimises Σ_h ω_h E|κ_h x̂ - c_h κ̄ x̂|² in each plane: the top eigenvector of an m x m Gram.
+class _KeyPlanes:
+    """What both problems start from.
 
     Args:
         planes: complex `[K, P, n]`, the functionals κ.
@@ -37,6 +35,14 @@ class PlaneProblem:
     def energy(self) -> float:
         # A plane's logit is Re(conj(q) k): half of |q|² |k|² on average over phases.
         return float(torch.einsum("phh->", self.gram).real) / 2
+
+
+@dataclass(frozen=True)
+class PlaneProblem(_KeyPlanes):
+    """Rotary keys: one complex scalar per head and plane, moved into the queries.
+
+    Minimises Σ_h ω_h E|κ_h x̂ - c_h κ̄ x̂|² in each plane: the top eigenvector of an m x m Gram.
+    """
 
     def pairs(self) -> Tensor:
         diagonal = torch.diagonal(self.gram, dim1=1, dim2=2).real
@@ -66,30 +72,18 @@ class PlaneProblem:
 
 
 @dataclass(frozen=True)
-class UnitPlaneProblem:
+class UnitPlaneProblem(_KeyPlanes):
     """Keys behind a norm: only unit scalars per plane; sign flips where even a rotation is too much.
 
+    A dim that has no partner is a plane with zero imaginary part.
+
     Args:
-        planes: complex `[K, P, n]`; a dim that has no partner is a plane with zero imaginary part.
-        weights: `[K, P]`.
-        moment: `[n, n]`.
         rotatable: `[P]` bool; False allows c = +1 or -1 only.
         single: The planes are single dims (rotatable must be all False).
     """
 
-    planes: Tensor
-    weights: Tensor
-    moment: Tensor
     rotatable: Tensor
     single: bool = False
-    gram: Tensor = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "gram", _plane_gram(self.planes, self.weights, self.moment))
-
-    @property
-    def energy(self) -> float:
-        return float(torch.einsum("phh->", self.gram).real) / 2
 
     def pairs(self) -> Tensor:
         diagonal = torch.diagonal(self.gram, dim1=1, dim2=2).real  # ω_h |κ_h|²

@@ -11,8 +11,9 @@ from typing import Any, ClassVar
 from ..architectures import AttentionSpec, Geometry, find_spec, valid_groups
 from ..evaluation.setup import context_length
 from ..kv_cache import decode_step_bytes, kv_bytes, kv_bytes_per_token, max_batch
-from ..planning import Plan, plan_conversion, plan_sites, site_changes
+from ..planning import Plan, plan_conversion, plan_sites
 from ..results import Result
+from ..rewriting import site_changes
 from .describe import Description, describe
 
 # Bytes for each trained parameter: float32 weight and gradient, two AdamW moments.

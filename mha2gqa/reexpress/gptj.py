@@ -8,19 +8,13 @@ from typing import Any
 
 from torch import Tensor
 
-from ..heads import interleaved_to_half_split, join_heads, view_heads
+from ..heads import codegen_part, interleaved_to_half_split, join_heads, view_heads
 from .base import RecipeBook, Reexpression, carried, copied, copy_or_zero_bias, number, rope, zero_rows
 
 
 def _half_split_rows(heads: int, rotary: int, x: Tensor) -> Tensor:
     """Rows of q or k re-ordered from interleaved RoPE pairs to halves, head by head."""
     return join_heads(interleaved_to_half_split(view_heads(x, heads), rotary))
-
-
-def _codegen_rows(part: int, x: Tensor) -> Tensor:
-    """q, v or k (0, 1, 2: in this order) of CodeGen's four blocks of heads."""
-    blocks = x.reshape(4, 3, x.shape[0] // 12, *x.shape[1:])
-    return blocks[:, part].reshape(-1, *x.shape[1:])
 
 
 def gptj(config: Mapping[str, Any], names: Iterable[str]) -> Reexpression:
@@ -47,7 +41,7 @@ def _gptj_like(config: Mapping[str, Any], names: Iterable[str], model_type: str)
             if model_type == "gptj":
                 origin, rows = f"{source}.attn.{name}.weight", copied
             else:  # CodeGen holds q, v, k
-                origin, rows = f"{source}.attn.qkv_proj.weight", partial(_codegen_rows, (0, 2, 1)[part])
+                origin, rows = f"{source}.attn.qkv_proj.weight", partial(codegen_part, (0, 2, 1)[part])
             moved = copied if name == "v_proj" else turn
             book.add(
                 f"{target}.self_attn.{name}.weight", lambda w, rows=rows, moved=moved: moved(rows(w)), origin

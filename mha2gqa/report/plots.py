@@ -302,4 +302,5 @@ def as_svg(figure: Figure, name: str, title: str) -> str:
 
 
 def finite(value: Any) -> bool:
+    """Whether it is a number that can be drawn."""
     return isinstance(value, (int, float)) and math.isfinite(value)

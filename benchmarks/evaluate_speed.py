@@ -1,6 +1,7 @@
 """`evaluate` against a bare batched forward loop over the same tokens, and its memory over longer text.
 
     python benchmarks/evaluate_speed.py --model MODEL --data VALID.jsonl --device cuda --dtype bfloat16
+    python benchmarks/evaluate_speed.py … --shape 1b     # random weights, the tokenizer of MODEL
 
 The bare loop gets its token blocks ready-made on the device and does nothing but forward and cross-entropy;
 `evaluate` reads and tokenises the text meanwhile. They take turns; the median of each counts.
@@ -16,11 +17,12 @@ from typing import Any
 
 import torch
 from _common import RESULTS, provenance, write_json
+from _throughput_worker import build
 from torch.nn import functional as F
 
 from mha2gqa.data import Document, read_documents, token_blocks
 from mha2gqa.evaluation import LoadedModel, evaluate
-from mha2gqa.loading import load_model, load_tokenizer
+from mha2gqa.loading import load_model, load_tokenizer, resolve_device
 
 
 def synchronise(device: torch.device) -> None:
@@ -51,12 +53,15 @@ def resident_mib() -> float:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Both loops, `--repeats` times in turn; then `evaluate` over the text several times in a row."""
-    model = load_model(args.model, dtype=args.dtype, device=args.device)
+    if args.shape:
+        model = build(args.shape, 4, torch.bfloat16, resolve_device(args.device), 0, "sdpa").eval()
+    else:
+        model = load_model(args.model, dtype=args.dtype, device=args.device)
     tokenizer = load_tokenizer(args.model)
     texts = list(read_documents(args.data, limit_bytes=args.limit_bytes))
     blocks = token_blocks(tokenizer, texts, args.window)
     options = {"protocol": "blocks", "window": args.window, "batch_size": args.batch_size}
-    subject = LoadedModel(Path(args.model).name, model, tokenizer)
+    subject = LoadedModel(args.shape or Path(args.model).name, model, tokenizer)
     documents = [Document(text, f"text:{i}") for i, text in enumerate(texts)]
     bare_loop(model, blocks[: args.batch_size], args.batch_size)  # warm up
     seconds: dict[str, list[float]] = {"bare": [], "evaluate": []}
@@ -92,6 +97,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", required=True)
     parser.add_argument("--data", required=True)
+    parser.add_argument("--shape", choices=["1b"], help="instead of the weights of MODEL: random ones, bf16")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--window", type=int, default=512)

@@ -150,6 +150,27 @@ def uptrain_throughput(record: Mapping[str, Any]) -> str:
     return f"{about}\n\n{markdown(head, lines)}" + (f"\n\nRatios: {ratios}." if ratios else "")
 
 
+def uptrain_scaling(record: Mapping[str, Any]) -> str:
+    """The same uptraining on one GPU and on several: largest difference of a step's loss, held-out loss."""
+    lines = []
+    for name, run in record["runs"].items():
+        gpus = run["gpus"] if isinstance(run["gpus"], int) else f"{run['gpus'][0]}, then {run['gpus'][1]}"
+        label = {"one": "one process", "ddp": "DDP", "fsdp": "FSDP2", "resumed": "FSDP2, killed, resumed"}[
+            name
+        ]
+        figures = (
+            ["failed", ""] if "error" in run else [f"{run['largest_difference']:.1e}", f"{run['loss']:.5f}"]
+        )
+        lines.append([label, str(gpus), *figures])
+    about = (
+        f"`{record['model']}`, G={record['groups']}, distillation, {record['steps']} steps of "
+        f"{record['batch_tokens']:,} tokens on {record['provenance']['hardware'].get('gpu', 'a CPU')}; the same "
+        "global batch everywhere. Results are loaded with the stock class."
+    )
+    head = ["", "GPUs", "largest difference of a step's loss to one GPU", "held-out loss"]
+    return f"{about}\n\n{markdown(head, lines)}"
+
+
 def closed_form_speed(record: Mapping[str, Any]) -> str:
     """Seconds of the closed-form stages, as many layers as the meant model has."""
     settings, seconds = record["settings"], record["extrapolated_seconds"]
@@ -183,6 +204,7 @@ RENDERERS: dict[str, Sequence[Callable[[Mapping[str, Any]], str]]] = {
     "benchmarks/quality.py": (quality, cost),
     "benchmarks/convert_speed.py": (convert_speed,),
     "benchmarks/uptrain_throughput.py": (uptrain_throughput,),
+    "benchmarks/uptrain_scaling.py": (uptrain_scaling,),
     "benchmarks/closed_form_speed.py": (closed_form_speed,),
     "benchmarks/evaluate_speed.py": (evaluate_speed,),
 }

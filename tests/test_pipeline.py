@@ -132,6 +132,10 @@ def test_plan_of_public_configs(name: str, gigabytes: float) -> None:
     sets = found.memory["sets"]
     assert sets["all"]["bytes"] > 80e9 > sets["lora"]["bytes"] and sets["lora"]["gpus"] == 1
     assert sets["all"]["trained_parameters"] == found.parameters["after"]
+    # Frozen in 4 bits: q and o of width 4096 and three MLP matrices; tables stay, k and v are trained.
+    config = json.loads((CONFIGS / f"{name}.json").read_text())
+    narrow = 32 * (2 * 4096 * 4096 + 3 * 4096 * config["intermediate_size"])
+    assert sets["lora"]["bytes"] - sets["qlora"]["bytes"] == pytest.approx(narrow * (2 - 0.5159), rel=1e-4)
     ceiling = found.decode["tokens_per_second_ceiling"]
     assert ceiling["after"] == pytest.approx(16 * 3.35e12 / found.decode["step_bytes"]["after"], rel=1e-3)
 

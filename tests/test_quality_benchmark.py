@@ -164,6 +164,17 @@ def test_training_speed_is_rendered_with_its_ratios() -> None:
     assert "| `mha2gqa`, ce | 2 fsdp | 140,000 |" in text and text.endswith("scaling fsdp ce 2 1.877.")
 
 
+def test_runs_on_several_gpus_are_rendered() -> None:
+    runs = {
+        "one": {"gpus": 1, "largest_difference": 0.0, "loss": 3.4},
+        "fsdp": {"gpus": 4, "largest_difference": 0.00123, "loss": 3.40004},
+        "resumed": {"gpus": [4, 2], "error": "x"},
+    }
+    about = {"model": "m", "groups": 4, "steps": 60, "batch_tokens": 65536}
+    text = tables.uptrain_scaling(about | {"provenance": {"hardware": {"gpu": "GPU"}}, "runs": runs})
+    assert "| FSDP2 | 4 | 1.2e-03 | 3.40004 |" in text and "| 4, then 2 | failed |" in text
+
+
 def test_every_results_file_is_rendered() -> None:
     for path in tables.RESULTS.glob("*.json"):
         record = json.loads(path.read_text())

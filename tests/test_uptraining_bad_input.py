@@ -89,6 +89,12 @@ def test_deepspeed_that_is_not_installed(error, monkeypatch):
     )
 
 
+def test_fsdp_in_one_process(error, tmp_path):
+    line = error("--tokens=256", "--set", "fsdp=true", code=2)
+    assert "fsdp: shards over several processes, and this is one; start with torchrun" in line
+    assert not list(tmp_path.iterdir())
+
+
 def test_data_without_the_text_column(error, tmp_path):
     line = error("--tokens=256", "--text-column=body", code=1)
     assert "body" in line and "text" in line

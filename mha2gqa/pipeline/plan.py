@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from ..architectures import AttentionSpec, Geometry, find_spec, valid_groups
 from ..evaluation.setup import context_length
 from ..kv_cache import decode_step_bytes, kv_bytes, kv_bytes_per_token, max_batch
+from ..loading import text_config
 from ..planning import Plan, plan_conversion, plan_sites
 from ..results import Result
 from ..rewriting import site_changes
@@ -18,6 +19,8 @@ from .describe import Description, describe
 
 # Bytes for each trained parameter: float32 weight and gradient, two AdamW moments.
 TRAINED_BYTES, FROZEN_BYTES = 16, 2
+# NF4 with double quantisation: 4 bits, and 8 bits + 32/256 bits of scales for 64 weights (arXiv:2305.14314).
+QUANTISED_BYTES = (4 + (8 + 32 / 256) / 64) / 8
 DISK_BYTES_PER_SECOND = 500e6  # a plain SSD; stated beside the estimate
 LORA_RANK = 16
 H100_BANDWIDTH = 3.35e12  # bytes/s of an H100 SXM, NVIDIA's data sheet
@@ -238,12 +241,14 @@ def training_memory(model: Description, decided: Plan, gpu_memory: float) -> dic
     """Device bytes of weights, gradients and AdamW state, for each parameter set, with a bf16 teacher.
 
     Activations come on top. `fits` is the smallest number of equal devices among 1, 2, 4, 8 that hold
-    the state when it is sharded (FSDP), leaving a quarter for activations; 0 where 8 are too few.
+    the state when it is sharded (FSDP; adapters are not), leaving a quarter for activations; 0 where 8 are
+    too few.
     """
     shapes = changed_shapes(model, decided)
     count = {name: math.prod(shape) for name, shape in shapes.items()}
     total = sum(count.values())
     attention = kv = lora = 0
+    whole: set[str] = set()  # what no parameter set leaves frozen
     for site in decided.sites:
         for role, name in site.site.names.items():
             if name not in count:
@@ -251,14 +256,20 @@ def training_memory(model: Description, decided: Plan, gpu_memory: float) -> dic
             attention += count[name]
             if role.startswith(("k.", "v.", "qkv.")):
                 kv += count[name]
+                whole.add(name)
             elif role.endswith(".weight") and len(shapes[name]) == 2:
                 lora += LORA_RANK * sum(shapes[name])
     teacher = FROZEN_BYTES * sum(math.prod(shape) for shape in model.shapes.values())
-    trained = {"all": total, "attention": attention, "lora": kv + lora}
+    vocabulary = text_config(model.config).get("vocab_size")
+    linear = {name for name, shape in shapes.items() if len(shape) == 2 and vocabulary not in shape}
+    saved = round((FROZEN_BYTES - QUANTISED_BYTES) * sum(count[name] for name in linear - whole))
+    trained = {"all": total, "attention": attention, "lora": kv + lora, "qlora": kv + lora}
     sets = {}
     for name, number in trained.items():
         state = TRAINED_BYTES * number + (FROZEN_BYTES * (total - number) if name != "all" else 0)
+        state -= saved if name == "qlora" else 0
         need = state + teacher
-        fits = next((n for n in (1, 2, 4, 8) if need / n <= 0.75 * gpu_memory), 0)
+        devices = (1,) if "lora" in name else (1, 2, 4, 8)
+        fits = next((n for n in devices if need / n <= 0.75 * gpu_memory), 0)
         sets[name] = {"trained_parameters": number, "bytes": need, "without_teacher": state, "gpus": fits}
     return {"gpu_memory": gpu_memory, "teacher_bytes": teacher, "sets": sets}

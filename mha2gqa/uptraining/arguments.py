@@ -108,6 +108,12 @@ def build_arguments(
 ) -> TrainingArguments:
     """TrainingArguments of a run: our defaults, then the user's own words over them."""
     extra = check_training_args(config.training_args)
+    if extra.get("fsdp") and "RANK" not in os.environ:
+        raise UsageError(
+            "shards over several processes, and this is one",
+            where="fsdp",
+            fix="start with torchrun --nproc_per_node N -m mha2gqa uptrain …, or leave fsdp out",
+        )
     if extra.get("deepspeed") and find_spec("deepspeed") is None:
         raise UsageError("needs the package deepspeed", where="deepspeed", fix="pip install deepspeed")
     if extra.get("use_liger_kernel"):

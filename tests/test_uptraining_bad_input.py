@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from training import family, write_text
 
 from mha2gqa import cli
 from mha2gqa.clitools import run_command
+from mha2gqa.uptraining.workspace import Workspace
 
 WORDS = ["--window=16", "--batch-tokens=64", "--device=cpu", "--holdout=0.1"]
 Call = Callable[..., str]
@@ -125,6 +127,18 @@ def test_resuming_with_a_changed_recipe(models, error, tmp_path, monkeypatch):
     assert "gradient_checkpointing" in line and "train lora" in line
     line = error("--tokens=256", "--seed=7", "--set", "temperature=2", code=2)
     assert "another recipe (seed: 0 -> 7; temperature: 1.0 -> 2.0); repeat the old values" in line
+
+
+def test_a_run_that_another_process_is_at(models, error, tmp_path):
+    """As when a launcher was killed and its workers were not: nothing of theirs is touched."""
+    workspace = Workspace(tmp_path / "up")
+    workspace.open({"some": "recipe"})
+    before = sorted(workspace.root.iterdir())
+    line = error("--tokens=256", "--force", code=2)
+    assert f"up.uptrain: process {os.getpid()} is running this; wait for it, or stop it" in line
+    assert sorted(workspace.root.iterdir()) == before and not (tmp_path / "up").exists()
+    workspace.close()
+    assert "another recipe" in error("--tokens=256", code=2)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from contextlib import closing
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,11 @@ def uptrain(model: str | Path, out: str | Path, data: Any, **options: Any) -> Up
 
 def run_uptrain(config: UptrainConfig) -> UptrainResult:
     """`uptrain` from a finished config."""
+    with closing(Workspace(Path(config.out))) as workspace:
+        return _run(config, workspace)
+
+
+def _run(config: UptrainConfig, workspace: Workspace) -> UptrainResult:
     begin = time.perf_counter()
     out = Path(config.out)
     raw = load_config_json(config.model)
@@ -87,7 +93,6 @@ def run_uptrain(config: UptrainConfig) -> UptrainResult:
     budget = plan_budget(config, window=window, name=str(manifest.get("source", config.model)))
     check_training_args(config.training_args)
     keys = recipe_keys(config, checkpoint_stamp(source.path))
-    workspace = Workspace(out)
     if (done := _finished(out, keys)) is not None and not config.force:
         workspace.remove()
         return done

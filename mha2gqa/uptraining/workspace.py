@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -9,7 +10,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from ..errors import CheckpointError, UsageError
 from .budget import UptrainConfig
@@ -48,6 +49,7 @@ FREE_ARGS = (
     "save_",
     "eval_",
 )
+LOCK = "lock"  # held while a process works here; the system lets go of it however the process ends
 COMPLETE = "complete.json"  # written last into a checkpoint, names every file and its size
 
 
@@ -95,6 +97,7 @@ class Workspace:
         self.out = out
         self.root = out.with_name(out.name + ".uptrain")
         self.recipe = self.root / "run.json"
+        self.lock: IO[str] | None = None
 
     @classmethod
     def at(cls, root: Path) -> Workspace:
@@ -114,9 +117,11 @@ class Workspace:
             Whether the run was begun before.
 
         Raises:
-            UsageError: The folder belongs to a run with another recipe; the changed keys are named.
+            UsageError: Another process works here, or the folder belongs to a run with another recipe; the
+                changed keys are named.
         """
         if self.recipe.exists():
+            self.hold()
             changed = changed_keys(json.loads(self.recipe.read_text(encoding="utf-8")), keys)
             if changed and not restart:
                 raise UsageError(
@@ -127,13 +132,44 @@ class Workspace:
             if not changed:
                 return True
             self.remove()
-        if self.root.exists() and any(self.root.iterdir()):
+        if self.root.exists() and any(entry.name != LOCK for entry in self.root.iterdir()):
             raise UsageError(
                 "is in the way and is not an uptraining run", where=self.root, fix="choose another OUT"
             )
         self.root.mkdir(parents=True, exist_ok=True)
+        self.hold()
         write_json(self.recipe, keys)
         return False
+
+    def hold(self) -> None:
+        """Keep other processes out until `close`: two writers would spoil each other's checkpoints.
+
+        Raises:
+            UsageError: Another process is at work here, perhaps a worker whose launcher was killed.
+        """
+        lock = (self.root / LOCK).open("a+", encoding="utf-8")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            owner = lock.read().strip()
+            lock.close()
+            raise UsageError(
+                f"process {owner} is running this", where=self.root, fix="wait for it, or stop it"
+            ) from None
+        except OSError:  # a file system without locks
+            lock.close()
+            return
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
+        self.lock = lock
+
+    def close(self) -> None:
+        """Let other processes in."""
+        if self.lock is not None:
+            self.lock.close()
+            self.lock = None
 
     def checkpoints(self) -> list[Path]:
         """Complete checkpoints, oldest first."""
@@ -166,6 +202,7 @@ class Workspace:
 
     def remove(self) -> None:
         """Delete the whole folder."""
+        self.close()
         shutil.rmtree(self.root, ignore_errors=True)
 
 

@@ -73,6 +73,8 @@ def ours(args: argparse.Namespace, student: Any, teacher: Any, blocks: Tensor) -
     more: dict[str, Any] = {"fsdp": True} if args.parallel == "fsdp" else {}
     if not torch.cuda.is_available() and args.world > 1:
         more["ddp_backend"] = "gloo"
+    if args.contender == "liger":
+        more["use_liger_kernel"] = True
     if args.stop_at:
         stop_after(args.stop_at)
     try:
@@ -247,7 +249,7 @@ def nanogpt(args: argparse.Namespace, student: Any, teacher: Any, blocks: Tensor
     return {"tokens_per_second": rate_of(marks, args.batch_tokens)}
 
 
-CONTENDERS = {"ours": ours, "trainer": plain_trainer, "nanogpt": nanogpt}
+CONTENDERS = {"ours": ours, "liger": ours, "trainer": plain_trainer, "nanogpt": nanogpt}
 
 
 def main() -> None:

@@ -127,7 +127,12 @@ def convert_speed(record: Mapping[str, Any]) -> str:
 
 def uptrain_throughput(record: Mapping[str, Any]) -> str:
     """Tokens per second, MFU and memory of every measurement, then the ratios that are claimed."""
-    names = {"ours": "`mha2gqa`", "trainer": "plain `Trainer`", "nanogpt": "nanoGPT-style loop"}
+    names = {
+        "ours": "`mha2gqa`",
+        "liger": "`mha2gqa`, Liger",
+        "trainer": "plain `Trainer`",
+        "nanogpt": "nanoGPT-style loop",
+    }
     measured = [row for row in record["rows"] if row.get("tokens_per_second")]
     lines = [
         [

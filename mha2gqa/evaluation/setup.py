@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,6 +40,11 @@ class Entry:
     parameters: int = 0
     attention_error: dict[str, float] = field(default_factory=dict)
     tasks: TaskScores = field(default_factory=dict)
+
+    @cached_property
+    def known(self) -> Any:
+        """The config with the defaults of its class."""
+        return known_config(self.config)
 
     @property
     def name(self) -> str:
@@ -119,7 +125,10 @@ def read(config: EvaluateConfig) -> Iterator[Document]:
 
 def context_length(config: Mapping[str, Any]) -> int | None:
     """Most tokens a model was built for, from its raw config; None where nothing limits it."""
-    values = known_config(config)
+    return _context_length(known_config(config))
+
+
+def _context_length(values: Any) -> int | None:
     if getattr(values, "is_encoder_decoder", False):
         return None
     found = (getattr(values, key, None) for key in CONTEXT_KEYS)
@@ -149,7 +158,7 @@ def _entry(subject: Subject, config: EvaluateConfig) -> Entry:
 
 def _check_kind(entry: Entry, protocol: str) -> None:
     """A protocol scores either decoders or encoder-decoders."""
-    encoder_decoder = bool(getattr(known_config(entry.config), "is_encoder_decoder", False))
+    encoder_decoder = bool(getattr(entry.known, "is_encoder_decoder", False))
     if encoder_decoder != (protocol in SEQ2SEQ):
         fitting = [name for name in PROTOCOLS if (name in SEQ2SEQ) == encoder_decoder]
         kind = "an encoder-decoder" if encoder_decoder else "a decoder"
@@ -165,7 +174,7 @@ def _window(config: EvaluateConfig, entries: list[Entry], notices: list[str]) ->
     least = 2 if config.protocol == "wikitext2" else 1
     if asked is not None and asked < least:
         raise UsageError("too short to score anything", where=f"--window {asked}")
-    contexts = {e.name: n for e in entries if (n := context_length(e.config)) is not None}
+    contexts = {e.name: n for e in entries if (n := _context_length(e.known)) is not None}
     if not contexts:
         usual = block_tokens(ENCODER_TOKENS) if config.protocol == SPAN_CORRUPTION else DEFAULT_WINDOW
         return usual if asked is None else asked

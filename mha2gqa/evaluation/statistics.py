@@ -59,9 +59,9 @@ def _resampled_ratios(columns: np.ndarray, generator: np.random.Generator) -> np
     """`sum(columns[0]) / sum(columns[1])` of every resample of the units."""
     numerator, weight = columns
     n = len(numerator)
-    counts = generator.multinomial(n, np.full(n, 1 / n), size=RESAMPLES).astype(np.float64)
-    below = counts @ weight
-    return np.divide(counts @ numerator, below, out=np.full(RESAMPLES, np.nan), where=below > 0)
+    drawn = generator.integers(0, n, size=(RESAMPLES, n), dtype=np.int32)
+    above, below = numerator[drawn].sum(axis=1), weight[drawn].sum(axis=1)
+    return np.divide(above, below, out=np.full(RESAMPLES, np.nan), where=below > 0)
 
 
 def bootstrap(nll: np.ndarray, weight: np.ndarray, seed: int = 0) -> Interval | None:

@@ -104,7 +104,7 @@ def _model(entry: Entry, base: Entry, setup: Setup, same: bool, sources: Sources
         tokens_per_second=tokens / tally.seconds if tally.seconds else math.nan,
         confidence=_interval(entry, same, setup.config.seed),
         paired=_paired(entry, base, same, setup) if compared else None,
-        kl=float(tally.divergence.total.sum()) / tokens if beside else None,
+        kl=tally.divergence.total / tokens if beside else None,
         top1_agreement=tally.agreed / tokens if beside else None,
         agreement=_agreement(entry, setup) if compared else None,
         positions=tally.positions.curve(),

@@ -3,37 +3,47 @@
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass, field
 
 import numpy as np
 
+from .batches import Batch
 from .results import PositionLoss
-from .scoring import Batch, TokenScores
+from .scoring import TokenScores
 from .windows import Window
 
-BINS = 40  # contexts of 1, 2, 3-4, 5-8, 9-16, … tokens
 
-
-@dataclass
 class Positions:
     """Sums of a quantity by length of context."""
 
-    total: np.ndarray = field(default_factory=lambda: np.zeros(BINS))
-    tokens: np.ndarray = field(default_factory=lambda: np.zeros(BINS, dtype=np.int64))
+    def __init__(self) -> None:
+        self.sums = np.zeros(1)  # by tokens of context
+        self.counts = np.zeros(1, dtype=np.int64)
 
     def add(self, values: np.ndarray, context: np.ndarray) -> None:
         """Add `values [N]` predicted from `context [N]` tokens each."""
-        bins = np.frexp(context - 1)[1]  # ceil(log2(context))
-        self.total += np.bincount(bins, weights=values, minlength=BINS)
-        self.tokens += np.bincount(bins, minlength=BINS)
+        sums = np.bincount(context, weights=values, minlength=len(self.sums))
+        if len(sums) > len(self.sums):
+            more = (0, len(sums) - len(self.sums))
+            self.sums, self.counts = np.pad(self.sums, more), np.pad(self.counts, more)
+        self.sums += sums
+        self.counts += np.bincount(context, minlength=len(sums))
+
+    @property
+    def total(self) -> float:
+        """Sum over all."""
+        return float(self.sums.sum())
 
     def curve(self) -> list[PositionLoss]:
-        """Means of the bins that hold tokens."""
-        return [
-            PositionLoss(2**i // 2 + 1, 2**i, int(n), float(total / n))
-            for i, (total, n) in enumerate(zip(self.total, self.tokens, strict=True))
-            if n
-        ]
+        """Means over contexts of 1, 2, 3-4, 5-8, 9-16, … tokens, where there are any."""
+        means = []
+        low, high = 1, 1
+        while low < len(self.sums):
+            part = slice(low, high + 1)
+            tokens = int(self.counts[part].sum())
+            if tokens:
+                means.append(PositionLoss(low, high, tokens, float(self.sums[part].sum() / tokens)))
+            low, high = high + 1, 2 * high
+        return means
 
 
 class Units:

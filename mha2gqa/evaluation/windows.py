@@ -14,11 +14,10 @@ import numpy as np
 
 from ..data import Document, bos_id, eos_id, span_corruption
 from ..errors import DataError
+from .encoding import encode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-ENCODE_DOCUMENTS, ENCODE_CHARACTERS = 256, 1 << 20  # one call of the tokenizer gets at most about this much
 
 
 @dataclass(frozen=True)
@@ -70,79 +69,9 @@ class Settings:
     config: Mapping[str, Any] = field(default_factory=dict)
 
 
-# --- documents with a measure of their text ------------------------------------------------------------
-
-
-@dataclass
-class Encoded:
-    """Token ids of a document, and how much of its text each prefix of them stands for.
-
-    `bytes_words(i)` must be called with rising `i`: it walks the text once.
-    """
-
-    ids: np.ndarray  # int32 [n], no special tokens
-    text: str
-    source: str
-    char_end: Callable[[int], int]  # token index -> end of its characters in the text
-    _at: tuple[int, int, int] = field(default=(0, 0, 0))  # (character, bytes, words) reached
-
-    def start_from(self, size: int, words: int) -> None:
-        """Count on from the text of earlier documents."""
-        self._at = (0, size, words)
-
-    def bytes_words(self, count: int) -> tuple[int, int]:
-        """UTF-8 bytes of the text of the first `count` tokens, and words that begin in it."""
-        start, size, words = self._at
-        end = 0 if count == 0 else len(self.text) if count >= len(self.ids) else self.char_end(count - 1)
-        if end > start:
-            part = self.text[start:end]
-            begun = len(part.split())
-            if start and not self.text[start - 1].isspace() and not part[0].isspace():
-                begun -= 1  # the rest of a word that began before
-            self._at = (end, size + len(part.encode("utf-8", "surrogatepass")), words + begun)
-        return self._at[1], self._at[2]
-
-
-def encode(tokenizer: PreTrainedTokenizerBase, documents: Iterable[Document]) -> Iterator[Encoded]:
-    """Tokenise documents in batches, without special tokens."""
-    for batch in _batches(documents):
-        encoding = tokenizer([d.text for d in batch], add_special_tokens=False, verbose=False)
-        for row, document in enumerate(batch):
-            ids = np.array(encoding["input_ids"][row], dtype=np.int32)
-            yield Encoded(ids, document.text, document.source, _char_end(tokenizer, encoding, row, ids))
-
-
-def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    batch: list[Document] = []
-    held = 0
-    for document in documents:
-        if document.messages is not None:
-            raise DataError(
-                "the column holds chat messages, not text",
-                where=document.source,
-                fix="name a column of plain text with --text-column",
-            )
-        batch.append(document)
-        held += len(document.text)
-        if len(batch) == ENCODE_DOCUMENTS or held >= ENCODE_CHARACTERS:
-            yield batch
-            batch, held = [], 0
-    if batch:
-        yield batch
-
-
-def _char_end(
-    tokenizer: PreTrainedTokenizerBase, encoding: object, row: int, ids: np.ndarray
-) -> Callable[[int], int]:
-    fast = getattr(encoding, "encodings", None)
-    if not fast:  # a slow tokenizer keeps no offsets: measure what the prefix decodes to
-        return lambda i: len(tokenizer.decode(ids[: i + 1], skip_special_tokens=True))
-
-    def end(index: int) -> int:
-        span = fast[row].token_to_chars(index)
-        return 0 if span is None else span[1]  # a special token stands for no text
-
-    return end
+def _prefix(token: int | None) -> np.ndarray:
+    """int32 ids of one token, or of none."""
+    return np.array([] if token is None else [token], dtype=np.int32)
 
 
 def _too_short(there: int, needed: int, limit: int | None) -> DataError:
@@ -165,7 +94,7 @@ def blocks(
 ) -> Iterator[Window]:
     """Documents, each between BOS (if used) and end-of-text, joined and cut; the last part is dropped."""
     size, eos = settings.window, eos_id(tokenizer)
-    head = [] if settings.bos is None else [settings.bos]
+    head, tail = _prefix(settings.bos), _prefix(eos)
     left = None if settings.max_tokens is None else settings.max_tokens // size
     if left == 0:
         raise _too_short(size + 1, size + 1, settings.max_tokens)
@@ -176,7 +105,7 @@ def blocks(
     for number, document in enumerate(encode(tokenizer, documents), 1):
         before = len(stream)
         source = source if before > 1 else document.source
-        stream = np.concatenate([stream, head, document.ids, [eos]]).astype(np.int32)
+        stream = np.concatenate([stream, head, document.ids, tail])
         total += len(stream) - before
         skipped = before + len(head)  # ids of the stream before the document's own
         document.start_from(*read)
@@ -205,8 +134,7 @@ def window(
     starts with it, and it is never scored itself.
     """
     left = settings.max_tokens
-    bos = settings.bos
-    head = [] if bos is None else [bos]
+    head = _prefix(settings.bos)
     size = settings.window - len(head)  # document tokens among the inputs
     skipped = 1 - len(head)  # leading tokens without context
     for unit, document in enumerate(encode(tokenizer, documents)):
@@ -217,7 +145,7 @@ def window(
         done, begin = skipped, 0  # tokens scored so far; first token of the window
         while done < len(ids):
             end = min(begin + size + 1, len(ids))
-            seen = np.array([*head, *ids[begin:end]], dtype=np.int32)
+            seen = np.concatenate([head, ids[begin:end]])
             reached = document.bytes_words(end)
             new = end - done
             text = (reached[0] - mark[0], reached[1] - mark[1])
@@ -240,8 +168,8 @@ def wikitext2(
     joined = "\n\n".join(row.text for row in rows)
     source = rows[0].source if rows else ""
     (document,) = encode(tokenizer, [Document(joined, source)])
-    head = [] if settings.bos is None else [settings.bos]
-    ids, size = np.array([*head, *document.ids], dtype=np.int32), settings.window
+    head = _prefix(settings.bos)
+    ids, size = np.concatenate([head, document.ids]), settings.window
     count = len(ids) // size
     if settings.max_tokens is not None:
         count = min(count, settings.max_tokens // (size - 1))
@@ -263,10 +191,10 @@ def rolling(
     Windows do not overlap, but the last of a document is filled up with context to `window` inputs.
     Words are counted as lm-eval counts them.
     """
-    prefix = settings.bos if settings.bos is not None else eos_id(tokenizer)
+    head = _prefix(settings.bos if settings.bos is not None else eos_id(tokenizer))
     left, size = settings.max_tokens, settings.window
     for unit, document in enumerate(encode(tokenizer, documents)):
-        ids = np.array([prefix, *document.ids], dtype=np.int32)
+        ids = np.concatenate([head, document.ids])
         if left is not None and len(ids) - 1 > left:
             ids = ids[: left + 1]
         whole = len(ids) == len(document.ids) + 1

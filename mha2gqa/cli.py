@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+import atexit
+import gc
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, get_args
 
 import click
@@ -116,8 +118,10 @@ def convert(source: str, out: str, **words: Any) -> None:
     groups = words.pop("groups")
     from .checker import Checker
 
-    # First of all: it loads transformers while this process loads torch and copies. To calibrate needs both.
-    early = nullcontext() if words["calibration"] else Checker()
+    early: AbstractContextManager[Checker | None] = nullcontext()
+    if not words["calibration"]:  # which needs both here
+        early = Checker()  # first of all: it loads transformers while this process loads torch and copies
+        gc.set_threshold(10_000)  # hundreds of thousands of objects are imported, none of them garbage
     with early as checker, progress_bar("convert") as progress, progress_stages() as stage:
         from .conversion import convert as call
         from .reconstruct import ReconstructConfig
@@ -308,4 +312,5 @@ def env() -> None:
 
 def main() -> None:
     """Console entry point."""
+    atexit.register(gc.freeze)  # the process ends: half a second's search for garbage would help nobody
     run_command(cli)

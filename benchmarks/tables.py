@@ -111,11 +111,17 @@ def cost(record: Mapping[str, Any]) -> str:
 
 def convert_speed(record: Mapping[str, Any]) -> str:
     """Seconds and memory of conversion beside a copy and the way by hand."""
-    names = {"cp": "`cp -r`", "convert": "`mha2gqa convert`", "by_hand": "load, modify, `save_pretrained`"}
+    names = {
+        "cp": "`cp -r`",
+        "convert": "`mha2gqa convert`",
+        "by_hand": "load, modify, `save_pretrained`",
+        "imports": "importing the model's class, nothing else",
+    }
     seconds, memory = record["median_seconds"], record["peak_anonymous_mib"]
     lines = [
         [label, f"{seconds[name]:.1f}", f"{seconds[name] / seconds['cp']:.2f}", f"{memory[name]:.0f}"]
         for name, label in names.items()
+        if name in seconds
     ]
     checkpoint = record["checkpoint"]
     return (

@@ -4,12 +4,14 @@
     python benchmarks/evaluate_speed.py … --shape 1b     # random weights, the tokenizer of MODEL
 
 The bare loop gets its token blocks ready-made on the device and does nothing but forward and cross-entropy;
-`evaluate` reads and tokenises the text meanwhile. They take turns; the median of each counts.
+`evaluate` gets the documents as text and tokenises them meanwhile. Each runs once to warm up; then they take
+turns, and the median of each counts. Both start with an idle device and end with their result on the CPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import time
 from pathlib import Path
@@ -22,12 +24,23 @@ from torch.nn import functional as F
 
 from mha2gqa.data import Document, read_documents, token_blocks
 from mha2gqa.evaluation import LoadedModel, evaluate
+from mha2gqa.evaluation.encoding import encode_threads
 from mha2gqa.loading import load_model, load_tokenizer, resolve_device
 
 
 def synchronise(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def threads(tokenizer: Any) -> dict[str, Any]:
+    """How many threads tokenise and compute, and the settings that say so."""
+    names = ("TOKENIZERS_PARALLELISM", "RAYON_NUM_THREADS", "OMP_NUM_THREADS")
+    return {
+        "tokenising": encode_threads(tokenizer),
+        "torch": torch.get_num_threads(),
+        "environment": {name: os.environ.get(name) for name in names},
+    }
 
 
 @torch.inference_mode()
@@ -63,12 +76,14 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     options = {"protocol": "blocks", "window": args.window, "batch_size": args.batch_size}
     subject = LoadedModel(args.shape or Path(args.model).name, model, tokenizer)
     documents = [Document(text, f"text:{i}") for i, text in enumerate(texts)]
-    bare_loop(model, blocks[: args.batch_size], args.batch_size)  # warm up
+    bare_loop(model, blocks, args.batch_size)  # warm up: kernels, memory, the tokenizer's cache
+    evaluate(subject, documents, **options)
     seconds: dict[str, list[float]] = {"bare": [], "evaluate": []}
     losses: dict[str, float] = {}
     for _ in range(args.repeats):
         taken, losses["bare"] = bare_loop(model, blocks, args.batch_size)
         seconds["bare"].append(taken)
+        synchronise(model.device)
         began = time.perf_counter()
         result = evaluate(subject, documents, **options)
         seconds["evaluate"].append(time.perf_counter() - began)
@@ -85,6 +100,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "window": args.window,
         "batch_size": args.batch_size,
         "dtype": str(model.dtype).removeprefix("torch."),
+        "threads": threads(tokenizer),
         "seconds": seconds,
         "losses": losses,
         "tokens_per_second": {"bare": tokens / bare, "evaluate": tokens / ours},

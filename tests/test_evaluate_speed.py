@@ -19,6 +19,7 @@ def test_both_loops_give_one_loss() -> None:
     args = argparse.Namespace(
         model=str(tiny_model_path()),
         data=str(heldout_path()),
+        shape=None,
         device="cpu",
         dtype="float32",
         window=32,
@@ -29,4 +30,5 @@ def test_both_loops_give_one_loss() -> None:
     )
     found = evaluate_speed.measure(args)
     assert found["losses"]["evaluate"] == pytest.approx(found["losses"]["bare"], rel=1e-5)
+    assert found["threads"]["tokenising"] >= 1
     assert found["memory"][1]["tokens"] == 2 * found["tokens"]

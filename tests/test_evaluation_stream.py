@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from mha2gqa.data import Document, prefetch
 from mha2gqa.errors import CheckpointError, DataError
 from mha2gqa.evaluation import LoadedModel, Window, encoding, evaluate
 from mha2gqa.evaluation.batches import make_batches
-from mha2gqa.evaluation.encoding import TextSize, encode
+from mha2gqa.evaluation.encoding import Encoded, encode, word_starts
 from mha2gqa.evaluation.tally import Positions
 
 
@@ -175,17 +176,22 @@ def test_every_window_is_in_one_batch_and_no_batch_too_large(lengths: list[int],
         assert torch.equal(flat[batch.positions] + 1, batch.targets)
 
 
-@given(st.text(max_size=60), st.integers(0, 60))
-def test_the_size_of_a_text_is_that_of_its_words_and_bytes(text: str, end: int) -> None:
-    end = min(end, len(text))
-    part = text[:end].encode("utf-8", "surrogatepass")
-    assert TextSize(text)(end) == (len(part), len(text[:end].split()))
+@given(
+    st.text("aé\u3000 \n\U0001f600", max_size=12) | st.text(max_size=60),
+    st.integers(0, 60),
+    st.integers(0, 60),
+)
+def test_a_text_is_measured_by_its_bytes_and_words(text: str, one: int, other: int) -> None:
+    ids = np.zeros(len(text), dtype=np.int32)  # a token per character
+    encoded = Encoded(ids, text, "", word_starts(text), lambda i: i + 1)
+    for end in sorted((one, other)):
+        part = text[:end].encode("utf-8", "surrogatepass")
+        assert encoded.bytes_words(end) == (len(part), len(text[:end].split()))
+    assert encoded.fields == len(re.split(r"\s+", text))
 
 
 def test_white_space_is_what_split_takes_for_it() -> None:
-    every = "".join(map(chr, range(0x110000)))
-    assert encoding.SPACES.sum() == sum(c.isspace() for c in every)
-    assert TextSize("a\ud800b c")(5) == (7, 2)
+    assert encoding.SPACES.sum() == sum(chr(i).isspace() for i in range(0x110000))
 
 
 def test_positions_are_means_by_length_of_context() -> None:

@@ -97,12 +97,13 @@ def _padded(rows: Sequence[np.ndarray]) -> np.ndarray:
 
 def collate(windows: Sequence[Window]) -> Batch:
     """One batch of these windows."""
-    inputs = _padded([w.ids[:-1] for w in windows])
-    width = inputs.shape[1]
-    targets = np.concatenate([w.ids[w.first + 1 :] for w in windows]).astype(np.int64)
-    columns = [np.arange(w.first, len(w.ids) - 1) for w in windows]
-    context = np.concatenate(columns) + 1
-    rows = np.repeat(np.arange(len(windows)), [w.scored for w in windows])
+    ids = _padded([w.ids for w in windows])  # [B, T + 1]
+    column = np.arange(ids.shape[1] - 1)
+    first = np.array([[w.first] for w in windows])
+    end = np.array([[len(w.ids) - 1] for w in windows])
+    scored = (column >= first) & (column < end)  # [B, T]
+    context = np.broadcast_to(column, scored.shape)[scored] + 1
+    inputs = np.where(column < end, ids[:, :-1], 0)
     encoder = None
     if windows[0].encoder is not None:
         read = [w.encoder for w in windows if w.encoder is not None]
@@ -111,9 +112,9 @@ def collate(windows: Sequence[Window]) -> Batch:
     return Batch(
         windows,
         torch.from_numpy(inputs),
-        torch.from_numpy(targets),
-        torch.from_numpy(rows * width + context - 1),
+        torch.from_numpy(ids[:, 1:][scored]),
+        torch.from_numpy(np.flatnonzero(scored)),
         context,
-        int(max(inputs.max(), targets.max())),
+        int(ids.max()),
         encoder,
     )

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import gc
 import hashlib
+import struct
 import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from ..data import prefetch
@@ -28,6 +28,7 @@ from .windows import PROTOCOLS, Settings, Window
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+AHEAD = 4  # batches that wait for the model at most
 ATTENTION_BATCHES = 2  # batches on which attention outputs are compared
 
 
@@ -93,10 +94,8 @@ class _Run:
         """One pass over the text; fills the sums of `entry`, and of `reference` if it has none yet."""
         with self._opened(entry) as model:
             self._run_tasks(entry, model)
-            with prefetch(
-                self._batches(entry, next(model.parameters()).device)
-            ) as batches:  # tokenising begins
-                head = Head(model)
+            head = Head(model)
+            with prefetch(self._batches(entry, head.device), AHEAD) as batches:
                 first = self._add_up(entry, score_batches(head, batches, other), reference)
             if entry.tally.tokens == 0:
                 raise DataError(
@@ -176,10 +175,10 @@ class _Run:
         digest = hashlib.sha256()
         for item in protocol(entry.tokenizer, setup.read(), settings):
             self.documents = item.documents
-            digest.update(np.array([len(item.ids), item.first], dtype="<i8").tobytes())
-            digest.update(item.ids.astype("<i4").tobytes())
+            digest.update(struct.pack("<qq", len(item.ids), item.first))
+            digest.update(item.ids.astype("<i4", copy=False).data)
             if item.encoder is not None:
-                digest.update(item.encoder.astype("<i4").tobytes())
+                digest.update(item.encoder.astype("<i4", copy=False).data)
             if note_sources:
                 self.sources.add(item.unit, item.source)
             yield item

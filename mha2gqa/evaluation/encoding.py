@@ -17,65 +17,57 @@ from ..errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-ENCODE_DOCUMENTS, ENCODE_CHARACTERS = 64, 1 << 15  # one call of the tokenizer gets at most about this much
+ENCODE_DOCUMENTS, ENCODE_CHARACTERS = 64, 1 << 15  # one call of the tokenizer gets at most about this much,
+FIRST_CHARACTERS = 1 << 13  # … and this much at first: the model waits for the first few documents
 ENCODE_THREADS = 8  # at most
 
-# Whether a character is white space, as `str.split` sees it; all beyond the last of these are not.
+# Whether a character is white space; all beyond the last of these are not.
 SPACES = np.array([chr(i).isspace() for i in range(0x3002)])
 
 
-class TextSize:
-    """UTF-8 bytes of every prefix of a text, and the words that begin in it.
-
-    Args:
-        text: The text.
-    """
-
-    def __init__(self, text: str) -> None:
-        if text.isascii():
-            codes = np.frombuffer(text.encode("ascii"), dtype=np.uint8)
-            self._bytes = None
-        else:
-            codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")
-            wide = (codes >= 0x80).astype(np.int64) + (codes >= 0x800) + (codes >= 0x10000) + 1
-            self._bytes = np.cumsum(wide)
-        begins = ~SPACES.take(codes, mode="clip")  # not a space, …
-        begins[1:] &= ~begins[:-1].copy()  # … and after one
-        self._words = np.cumsum(begins, dtype=np.int64)
-
-    def __call__(self, end: int) -> tuple[int, int]:
-        """Bytes of the first `end` characters, and words that begin among them."""
-        if end == 0:
-            return 0, 0
-        size = end if self._bytes is None else int(self._bytes[end - 1])
-        return size, int(self._words[end - 1])
+def word_starts(text: str) -> np.ndarray:
+    """Which characters begin a word, as `str.split` sees them: bool `[len(text)]`."""
+    narrow = text.isascii()
+    stored = text.encode("ascii" if narrow else "utf-32-le", "surrogatepass")
+    codes = np.frombuffer(stored, dtype=np.uint8 if narrow else "<u4")
+    starts = ~SPACES.take(codes, mode="clip")  # not a space, …
+    starts[1:] &= ~starts[:-1].copy()  # … and after one
+    return starts
 
 
 @dataclass
 class Encoded:
     """Token ids of a document, and how much of its text each prefix of them stands for.
 
-    `bytes_words(i)` must be called with rising `i`.
+    `bytes_words(i)` must be called with rising `i`: it walks the text once.
     """
 
     ids: np.ndarray  # int32 [n], no special tokens
     text: str
     source: str
-    size: TextSize
+    starts: np.ndarray  # which characters begin a word
     char_end: Callable[[int], int]  # token index -> end of its characters in the text
-    _before: tuple[int, int] = (0, 0)  # bytes and words of earlier documents
-    _end: int = 0  # character reached: tokens may share characters, a later one never ends before
+    _at: tuple[int, int, int] = (0, 0, 0)  # (character, bytes, words) reached
 
     def start_from(self, size: int, words: int) -> None:
         """Count on from the text of earlier documents."""
-        self._before = (size, words)
+        self._at = (0, size, words)
 
     def bytes_words(self, count: int) -> tuple[int, int]:
         """UTF-8 bytes of the text of the first `count` tokens, and words that begin in it."""
+        start, size, words = self._at
         end = 0 if count == 0 else len(self.text) if count >= len(self.ids) else self.char_end(count - 1)
-        self._end = max(self._end, end)
-        size, words = self.size(self._end)
-        return self._before[0] + size, self._before[1] + words
+        if end > start:
+            part = self.text[start:end].encode("utf-8", "surrogatepass")
+            begun = int(np.count_nonzero(self.starts[start:end]))
+            self._at = (end, size + len(part), words + begun)
+        return self._at[1], self._at[2]
+
+    @property
+    def fields(self) -> int:
+        r"""What `re.split(r"\s+", text)` gives: an empty field where the text begins or ends with a space."""
+        inner = int(np.count_nonzero(self.starts))
+        return max(1, inner + self.text[:1].isspace() + self.text[-1:].isspace())
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, documents: Iterable[Document]) -> Iterator[Encoded]:
@@ -123,7 +115,7 @@ def _submit(
 
 def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
     batch: list[Document] = []
-    held = 0
+    held, read = 0, 0
     for document in documents:
         if document.messages is not None:
             raise DataError(
@@ -133,9 +125,10 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
             )
         batch.append(document)
         held += len(document.text)
-        if len(batch) == ENCODE_DOCUMENTS or held >= ENCODE_CHARACTERS:
+        room = min(ENCODE_CHARACTERS, max(FIRST_CHARACTERS, read // ENCODE_THREADS))
+        if len(batch) == ENCODE_DOCUMENTS or held >= room:
             yield batch
-            batch, held = [], 0
+            batch, held, read = [], 0, read + held
     if batch:
         yield batch
 
@@ -153,7 +146,7 @@ def _encode(tokenizer: PreTrainedTokenizerBase, documents: list[Document]) -> li
     for row, document in enumerate(documents):
         ids = np.array(encoding["input_ids"][row], dtype=np.int32)
         end = _char_end(tokenizer, encoding, row, ids)
-        encoded.append(Encoded(ids, document.text, document.source, TextSize(document.text), end))
+        encoded.append(Encoded(ids, document.text, document.source, word_starts(document.text), end))
     return encoded
 
 

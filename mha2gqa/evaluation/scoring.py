@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 LOGIT_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}  # float32 logits alive at once
+_SPLITS: WeakKeyDictionary[torch.nn.Module, bool] = WeakKeyDictionary()  # what the first `Head` of each found
 LATE = 4  # batches whose results are still under way, so that a GPU always has work queued
 
 
@@ -39,7 +41,7 @@ class Head:
     The transformer runs once per batch. Where the class allows it, the output head then runs on slices
     of its result: the model's own `forward`, with its base replaced by the stored hidden states. A
     first small batch decides by comparison whether that gives this model's logits; if not, all logits
-    of a batch are computed at once.
+    of a batch are computed at once. (Once per model: a model in memory is often scored many times.)
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -90,6 +92,12 @@ class Head:
             return self.model(input_ids=ids, use_cache=False).logits
 
     def _can_split(self) -> bool:
+        known = _SPLITS.get(self.model)
+        if known is None:
+            known = _SPLITS[self.model] = self._parts_agree()
+        return known
+
+    def _parts_agree(self) -> bool:
         from transformers import PreTrainedModel
 
         model = self.model

@@ -5,7 +5,6 @@ Each protocol turns documents into `Window`s. Within one call every scored token
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
@@ -204,7 +203,7 @@ def rolling(
             begin = max(0, end - size) if done else 0
             reached = document.bytes_words(end)
             if whole and end == len(ids) - 1:
-                reached = (reached[0], len(re.split(r"\s+", document.text)))
+                reached = (reached[0], document.fields)
             text = (reached[0] - mark[0], reached[1] - mark[1])
             yield Window(ids[begin : end + 1], done - begin, unit, document.source, *text, unit + 1)
             mark, done = reached, end

@@ -424,10 +424,12 @@ def test_merged_linear_keys_are_as_trainable_as_their_members() -> None:
     )
 
 
-def test_shared_values_keep_the_basis_of_the_first_member() -> None:
-    w = random_weights()
-    same = replace(w, v=w.v[:1].expand_as(w.v), k=w.k[:1].expand_as(w.k))
+def test_shared_values_keep_strong_and_weak_directions_apart_and_balanced() -> None:
+    """Rows of v, and columns of o over all heads, are orthogonal; both sides of a direction are equally strong."""
     for spec in (AttentionSpec(), AttentionSpec(position="none", key_symmetry="linear")):
-        merged = MERGERS["joint"](same, neighbours(6, 1), MergeContext(spec, 8)).weights
-        cosine = torch.nn.functional.cosine_similarity(merged.v[0], w.v[0], dim=1)
-        assert cosine.min() > 0.8, cosine
+        merged = MERGERS["joint"](random_weights(), neighbours(6, 1), MergeContext(spec, 8)).weights
+        inner, outer = merged.v[0] @ merged.v[0].T, torch.einsum("hde,hdf->ef", merged.o, merged.o)
+        for gram in (inner, outer):
+            assert float((gram - gram.diagonal().diag()).abs().max()) < 1e-9 * float(gram.abs().max())
+        ratio = inner.diagonal() / outer.diagonal()
+        torch.testing.assert_close(ratio, ratio.mean().expand_as(ratio), rtol=1e-5, atol=0)

@@ -141,21 +141,23 @@ class LinearProblem:
         width = self.gram.shape[1]
         members = list(group)
         spectrum, vectors = spectra(_block(self.gram, group))
-        energy = spectrum[-width:].clamp_min(0)
+        energy, cost = spectrum[-width:].clamp_min(0), spectrum[:-width].clamp_min(0).sum()
         top = vectors[:, -width:].reshape(len(members), width, width)  # U_h
         shared = torch.einsum("hij,hin->jn", top, self.left[members] @ self.rows[members])
         # An optimiser that continues from here is not invariant to the basis. Each direction's energy is
-        # spread evenly (as a logarithm) over both sides, the whole is as strong as a member was, and all is
-        # turned to where the first member had it. Unbalanced, some keys would be 1e-5 and queries 1e5 strong.
+        # spread evenly (as a logarithm) over both sides, and the whole is as strong as a member was.
+        # Unbalanced, some keys would be 1e-5 and queries 1e5 strong.
         spread = ratio(torch.ones_like(energy), (energy + 1e-8 * energy.mean()).pow(0.25))
         rows = self.rows[members]
         member = ((rows @ self.moment) * rows).sum() / len(members)
         spread = spread * ratio(member, (spread.square() * energy).sum()).sqrt()
         shared, top = shared * spread[:, None], top / spread
-        turn = _polar(rows[0] @ shared.mT)
-        shared, top = turn @ shared, top @ turn.mT
-        maps = top if self.undo is None else top.mT @ self.undo[members]
-        return Shared(shared, maps, spectrum[:-width].clamp_min(0).sum())
+        if (
+            self.undo is None
+        ):  # values stay in the eigenbasis: strong and weak directions apart are fitted faster
+            return Shared(shared, top, cost)
+        turn = _polar(rows[0] @ shared.mT)  # keys are turned to where the first member had them
+        return Shared(turn @ shared, (top @ turn.mT).mT @ self.undo[members], cost)
 
 
 @dataclass(frozen=True)

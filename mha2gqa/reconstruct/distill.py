@@ -98,7 +98,13 @@ def distill(
     def judge() -> float:
         return sum(share * float(divergence(batch)) for share, batch in _pieces(teacher, kept))
 
-    knobs = replace(config, steps=config.distill_steps, learning_rate=config.distill_rate, relative=False)
+    knobs = replace(
+        config,
+        steps=config.distill_steps,
+        learning_rate=config.distill_rate,
+        relative=False,
+        optimizer="adam",
+    )
     with frozen(teacher, student), repeatable(), float32(parameters), torch.enable_grad():
         before = judge()
         steps = descend(parameters, backward, judge, knobs)

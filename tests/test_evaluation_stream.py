@@ -66,6 +66,15 @@ def test_documents_stay_in_order(tokenizer: PreTrainedTokenizerBase) -> None:
     assert [d.ids.tolist() for d in found] == [[i + 3, i + 4] for i in range(12)]
 
 
+def test_a_tokenizer_that_changes_itself_gets_one_thread(
+    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(encoding.os, "sched_getaffinity", lambda pid: range(16), raising=False)
+    assert encoding.encode_threads(tokenizer) == 8
+    monkeypatch.setattr(type(tokenizer), "_switch_to_input_mode", lambda self: None, raising=False)
+    assert encoding.encode_threads(tokenizer) == 1
+
+
 @pytest.mark.usefixtures("threads")
 def test_an_error_comes_in_its_turn(tokenizer: PreTrainedTokenizerBase) -> None:
     def broken() -> Iterator[Document]:

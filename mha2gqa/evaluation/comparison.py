@@ -28,7 +28,6 @@ from .windows import PROTOCOLS, Settings, Window
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-AHEAD = 4  # batches that wait for the model at most
 ATTENTION_BATCHES = 2  # batches on which attention outputs are compared
 
 
@@ -95,7 +94,7 @@ class _Run:
         with self._opened(entry) as model:
             self._run_tasks(entry, model)
             head = Head(model)
-            with prefetch(self._batches(entry, head.device), AHEAD) as batches:
+            with prefetch(self._batches(entry, head.device)) as batches:
                 first = self._add_up(entry, score_batches(head, batches, other), reference)
             if entry.tally.tokens == 0:
                 raise DataError(

@@ -93,8 +93,16 @@ def encode(tokenizer: PreTrainedTokenizerBase, documents: Iterable[Document]) ->
 
 
 def encode_threads(tokenizer: PreTrainedTokenizerBase) -> int:
-    """How many threads tokenise at once: one for a tokenizer written in Python, which gains by no more."""
-    if not getattr(tokenizer, "is_fast", False):
+    """How many threads tokenise at once.
+
+    One for a tokenizer written in Python, which gains by no more, and for one of translation models,
+    which sets itself to the source language at every call.
+    """
+    from transformers import PreTrainedTokenizerBase
+
+    switch = "_switch_to_input_mode"
+    switches = getattr(type(tokenizer), switch, None) is not getattr(PreTrainedTokenizerBase, switch, None)
+    if switches or not getattr(tokenizer, "is_fast", False):
         return 1
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(ENCODE_THREADS, cores)

@@ -44,6 +44,12 @@ def _run(run: Mapping[str, Any]) -> str:
     return ", ".join([card, run["date"], *([f"code {run['code']}"] if "code" in run else [])])
 
 
+def _batches(rows: Iterable[Mapping[str, Any]]) -> str:
+    """The tokens per step of uptrained rows, as a sentence."""
+    found = sorted({row["uptrained_tokens"] // row["steps"] for row in rows if row.get("steps")})
+    return f" Uptrained in steps of {' or '.join(f'{n:,}' for n in found)} tokens." if found else ""
+
+
 def quality(record: Mapping[str, Any]) -> str:
     """Losses by method and number of KV heads; seeds are averaged."""
     # A pooling appears among baselines and conversions: each seed counts once.
@@ -75,7 +81,7 @@ def quality(record: Mapping[str, Any]) -> str:
     protocol = record["protocol"]
     text = (
         f"`{record['model']}`, original {original['loss']:.3f}; protocol {protocol['name']}, window "
-        f"{protocol['window']}, {protocol['tokens']:,} tokens, {protocol['dtype']}.\n\n"
+        f"{protocol['window']}, {protocol['tokens']:,} tokens, {protocol['dtype']}.{_batches(rows)}\n\n"
         + markdown(head, lines)
     )
     if controls:
@@ -140,25 +146,44 @@ def uptrain_throughput(record: Mapping[str, Any]) -> str:
         "nanogpt": "nanoGPT-style loop",
     }
     measured = [row for row in record["rows"] if row.get("tokens_per_second")]
+    kinds: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for row in measured:
+        narrow = ", bf16 residual" if row.get("residual_dtype") == "bfloat16" else ""
+        parallel = "" if row["parallel"] == "none" else f" {row['parallel']}"
+        label = f"{names[row['contender']]}{narrow}, {row['objective']}"
+        kinds.setdefault((label, f"{row['gpus']}{parallel}"), []).append(row)
+
+    def middle(found: Sequence[Mapping[str, Any]], key: str, form: str) -> str:
+        values = [row[key] for row in found if row.get(key)]
+        return f"{statistics.median(values):{form}}" if values else ""
+
     lines = [
         [
-            f"{names[row['contender']]}, {row['objective']}",
-            f"{row['gpus']}" + ("" if row["parallel"] == "none" else f" {row['parallel']}"),
-            f"{row['tokens_per_second']:,.0f}",
-            f"{row['mfu']:.1%}" if row.get("mfu") else "",
-            f"{row['memory_gib']:.1f}" if row.get("memory_gib") else "",
+            *kind,
+            middle(found, "tokens_per_second", ",.0f"),
+            middle(found, "mfu", ".1%"),
+            middle(found, "memory_gib", ".1f"),
         ]
-        for row in measured
+        for kind, found in kinds.items()
     ]
     first = measured[0]
+    several = " Medians where several cards measured." if len(lines) < len(measured) else ""
     about = (
         f"{first['parameters'] / 1e9:.1f}B Llama, G={first['groups']}, blocks of {first['window']:,} tokens, "
         f"{first['micro_batch']} at a time on each GPU; {first['device']}, torch "
-        f"{record['provenance']['versions']['torch']}."
+        f"{record['provenance']['versions']['torch']}.{several}"
     )
     ratios = ", ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in record["summary"].items())
     head = ["", "GPUs", "tokens/s", "MFU", "GiB per GPU"]
-    return f"{about}\n\n{markdown(head, lines)}" + (f"\n\nRatios: {ratios}." if ratios else "")
+    text = f"{about}\n\n{markdown(head, lines)}" + (f"\n\nRatios: {ratios}." if ratios else "")
+    if difference := record.get("curves", {}).get("largest_difference"):
+        pairs = zip(record["curves"]["one"]["losses"], record["curves"]["many"]["losses"], strict=True)
+        last = list(pairs)[-1]
+        text += (
+            f"\n\nLoss of {record['curves']['many']['gpus']} GPUs (FSDP2) against one at the same global batch: at most "
+            f"{difference:.4f} apart, {abs(last[0][1] - last[1][1]):.4f} at the end."
+        )
+    return text
 
 
 def uptrain_scaling(record: Mapping[str, Any]) -> str:

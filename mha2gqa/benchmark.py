@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from .errors import UsageError
+from .evaluation.setup import context_length
 from .kv_cache import decode_step_bytes, kv_bytes
 from .loading import load_config_json, load_model, resolve_device, resolve_dtype, stored_dtype
 from .results import Result
@@ -23,7 +24,7 @@ from .results import Result
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-WARM_UP = 3  # steps before the clock starts
+NEW_TOKENS, WARM_UP = 64, 3  # steps that are timed, and before the clock starts
 
 
 @dataclass
@@ -51,7 +52,7 @@ def bench(
     *,
     batch: int = 1,
     context: int = 1024,
-    new_tokens: int = 64,
+    new_tokens: int = NEW_TOKENS,
     dtype: str = "auto",
     device: str = "auto",
     bandwidth: float | None = None,
@@ -83,7 +84,7 @@ def bench(
         config = load_config_json(path)
         gc.collect()
         model = load_model(path, dtype=number, device=where, trust_remote_code=trust_remote_code)
-        limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        limit = context_length(config)
         if limit is not None and context + new_tokens + WARM_UP > limit:
             raise UsageError(
                 f"{context} + {new_tokens + WARM_UP} tokens are more than the {limit} it was built for",
@@ -97,6 +98,17 @@ def bench(
         )
         del model
     return result
+
+
+def longest_context(config: Mapping[str, Any], new_tokens: int = NEW_TOKENS) -> int | None:
+    """The longest `context` that `bench` can time a model with; None where its positions have no end.
+
+    Args:
+        config: Raw `config.json`.
+        new_tokens: As in `bench`.
+    """
+    limit = context_length(config)
+    return None if limit is None else max(1, limit - new_tokens - WARM_UP)
 
 
 @torch.inference_mode()

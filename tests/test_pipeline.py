@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import mha2gqa
-from mha2gqa.benchmark import bench
+from mha2gqa.benchmark import bench, longest_context
 from mha2gqa.checkpoint import open_checkpoint
 from mha2gqa.conversion import convert
 from mha2gqa.errors import CheckpointError, GateError, Mha2gqaError, UsageError
@@ -458,6 +458,15 @@ def test_bench_measures_and_counts(model: Path, tmp_path: Path) -> None:
         assert row["share_of_bandwidth"] == pytest.approx(row["bytes_per_second"] / 1e9)
     with pytest.raises(UsageError, match="128"):
         bench(model, context=126, new_tokens=5)
+
+
+def test_a_report_context_beyond_the_model_is_timed_as_far_as_it_reaches(model: Path, tmp_path: Path) -> None:
+    longest = longest_context(json.loads((model / "config.json").read_text()))
+    assert longest is not None
+    bench(model, context=longest)
+    with pytest.raises(UsageError, match="more than the"):
+        bench(model, context=longest + 1)
+    assert longest_context({"model_type": "bloom"}) is None
 
 
 def test_cached_steps_of_the_benchmark_attend_to_the_prefill(

@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ..benchmark import bench
+from ..benchmark import bench, longest_context
 from ..conversion import convert
 from ..errors import UsageError
 from ..evaluation import evaluate
 from ..evaluation.gates import measure_gates, require
+from ..loading import load_config_json
 from ..recipe import FitRecipe, Recipe, check_training_words, load_recipe, parse_size, recipe_from_dict
 from ..reconstruct import ReconstructConfig
 from ..report import becomes, headline, write_report
@@ -247,13 +248,15 @@ class Job:
         )
 
     def bench(self, name: str, model: str) -> dict[str, Any]:
-        """Measured decode speed of a checkpoint, at the report's batch and context."""
+        """Measured decode speed of a checkpoint, at the report's batch and context as far as the model reaches."""
         batch, context = self.recipe.report.batch, self.recipe.report.context
+        context = min(context, longest_context(load_config_json(model)) or context)
         inputs = {"batch": batch, "context": context, "model": stamp(model)}
 
         def work(replace: bool) -> dict[str, Any]:
             found = bench(model, batch=batch, context=context).models[0]
-            return {f"decode_{key}": found[key] for key in ("tokens_per_second", "milliseconds_per_step")}
+            keys = ("tokens_per_second", "milliseconds_per_step")
+            return {"decode_context": context} | {f"decode_{key}": found[key] for key in keys}
 
         return self.ledger.stage(
             name, inputs, work, lambda r: f"{r['decode_milliseconds_per_step']:.3g} ms a step"

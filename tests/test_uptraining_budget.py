@@ -11,6 +11,7 @@ import pytest
 from mha2gqa.errors import UsageError
 from mha2gqa.uptraining.budget import (
     UptrainConfig,
+    default_batch_tokens,
     default_learning_rate,
     learning_rate_factor,
     plan_budget,
@@ -25,9 +26,9 @@ def config(**options) -> UptrainConfig:
 
 def test_the_papers_five_percent():
     budget = plan_budget(config(alpha=0.05, original_steps=6000, original_batch_tokens=65536), window=512)
-    assert (budget.steps, budget.tokens, budget.blocks_per_step) == (300, 300 * 65536, 128)
+    assert (budget.steps, budget.tokens, budget.blocks_per_step) == (1200, 300 * 65536, 32)
     assert budget.original_tokens == 6000 * 65536
-    assert "alpha 0.05" in budget.sentence() and "300 steps" in budget.sentence()
+    assert "alpha 0.05" in budget.sentence() and "1,200 steps" in budget.sentence()
 
 
 def test_known_families_and_implied_alpha():
@@ -130,6 +131,26 @@ def test_warmup_and_rate():
     assert warmup_count(7, 300) == 7
     assert default_learning_rate(512) == 1e-3
     assert default_learning_rate(4096) == pytest.approx(1.25e-4)
+    assert default_learning_rate(512, 16_384) == pytest.approx(5e-4)
+    assert default_learning_rate(512, 1 << 20) == 1e-3
+    assert default_learning_rate(512, 64) == pytest.approx(5e-4)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "window", "batch"),
+    [
+        (1e6, 512, 16_384),
+        (4e6, 284, 57 * 284),  # whole blocks
+        (39.3e6, 512, 16_384),
+        (39.4e6, 512, 32_768),
+        (78.7e6, 512, 65_536),
+        (1e12, 512, 65_536),
+        (1e6, 2048, 32_768),  # 16 blocks
+        (1e6, 8192, 131_072),
+    ],
+)
+def test_tokens_of_a_step_by_default(tokens, window, batch):
+    assert default_batch_tokens(tokens, window) == batch
 
 
 def test_no_torch():

@@ -131,5 +131,5 @@ def test_the_schedule_is_the_one_asked_for(models, tmp_path, schedule):
     options = {"tokens": 64 * 10, "teacher": "none", "lr_scheduler_type": schedule, "warmup_steps": 2}
     result = uptrain(student, tmp_path / "up", text, **options, **TINY)
     rates = [e["learning_rate"] for e in result.losses["train"]]
-    peak = default_learning_rate(32)
+    peak = default_learning_rate(32, TINY["batch_tokens"])
     assert rates == pytest.approx([peak * learning_rate_factor(s, 10, 2, schedule) for s in range(10)])

@@ -111,6 +111,7 @@ def demo_recipe(folder: Path, groups: int, method: str) -> Recipe:
                 "original_tokens": ORIGINAL_TOKENS,
                 "window": 512,
                 "batch_tokens": 4096,
+                "learning_rate": 1e-3,
             },
             "report": {"batch": 8, "context": 1024},
         }

@@ -125,7 +125,7 @@ def build_arguments(
     steps = budget.steps
     save_every = config.save_steps if config.save_steps >= 1 else max(1, round(config.save_steps * steps))
     defaults: dict[str, Any] = {
-        "learning_rate": config.learning_rate or default_learning_rate(hidden_size),
+        "learning_rate": config.learning_rate or default_learning_rate(hidden_size, budget.batch_tokens),
         "weight_decay": 0.1,
         "adam_beta1": 0.9,
         "adam_beta2": 0.95,

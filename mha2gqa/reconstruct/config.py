@@ -16,8 +16,8 @@ class ReconstructConfig:
         refit: Solve for the output projection in closed form.
         refit_inputs: Before that, solve for the projections of queries, keys and values: they should make of
             the student's inputs what the merged ones make of the original's.
-        ridge: Least pull towards the merged projection, in mean diagonals of the moment; of it, of stronger ones
-            and of no refit the held-out blocks choose.
+        ridge: Pull towards the merged projection, in mean diagonals of the moment; where that makes held-out
+            blocks worse, they choose among stronger pulls and no refit.
         regress: Then train the module's projections on the original's output.
         steps: Optimiser steps per module.
         batch_size: Blocks of text per step.

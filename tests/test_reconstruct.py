@@ -15,9 +15,8 @@ from mha2gqa.conversion import convert_model
 from mha2gqa.errors import DataError, UsageError
 from mha2gqa.reconstruct import LayerFit, ReconstructConfig, reconstruct
 from mha2gqa.reconstruct.capture import Stream, gather
-from mha2gqa.reconstruct.muon import Muon, orthogonalised
 from mha2gqa.reconstruct.refit import refit, ridge_solution
-from mha2gqa.reconstruct.regress import _optimizers, rate, relative_error, row_order
+from mha2gqa.reconstruct.regress import rate, relative_error, row_order
 from mha2gqa.reconstruct.stages import split_batches
 
 SPEC = AttentionSpec()
@@ -199,7 +198,6 @@ def test_ridge_shrinks_to_the_merged_projection_and_survives_dead_inputs() -> No
         {"unit": "layer", "inputs": "teacher"},
         {"average": 0.5},
         {"relative": True, "learning_rate": 0.05},
-        {"optimizer": "muon"},
     ],
 )
 def test_regression_lowers_the_error_of_every_module(changes: dict[str, Any]) -> None:
@@ -332,13 +330,7 @@ def test_too_few_blocks_and_bad_knobs_are_refused() -> None:
     with pytest.raises(DataError, match="7 blocks"):
         split_batches(blocks(7), FEW)
     assert split_batches(blocks(27), FEW) == (range(4), range(4, 6))
-    for knob in (
-        {"learning_rate": 0.0},
-        {"holdout": 1.0},
-        {"steps": -1},
-        {"batch_size": 0},
-        {"optimizer": "sgd"},
-    ):
+    for knob in ({"learning_rate": 0.0}, {"holdout": 1.0}, {"steps": -1}, {"batch_size": 0}):
         with pytest.raises(UsageError, match=f"reconstruct.{next(iter(knob))}"):
             ReconstructConfig(**knob)
 
@@ -359,53 +351,3 @@ def test_schedules_and_orders() -> None:
     order = row_order(10, 4, 0)
     first = torch.cat([next(order) for _ in range(5)])
     assert sorted(first[:10].tolist()) == list(range(10)) and sorted(first[10:].tolist()) == list(range(10))
-
-
-# --- Muon ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("shape", [(6, 20), (20, 6), (8, 8)])
-def test_orthogonalised_keeps_singular_vectors_and_evens_singular_values(shape: tuple[int, int]) -> None:
-    generator = torch.Generator().manual_seed(0)
-    u, _, v = torch.linalg.svd(
-        torch.randn(shape, dtype=torch.float64, generator=generator), full_matrices=False
-    )
-    sizes = torch.logspace(0, -1.5, min(shape), dtype=torch.float64)
-    out = u.T @ orthogonalised(u * sizes @ v * 1e-9) @ v.T
-    torch.testing.assert_close(out, out.diagonal().diag(), rtol=0, atol=1e-12)
-    assert float(out.diagonal().min()) > 0.6 and float(out.diagonal().max()) < 1.25
-    assert not orthogonalised(torch.zeros(shape)).any()
-
-
-def test_muon_follows_nesterov_momentum_at_adams_scale_in_any_basis() -> None:
-    generator = torch.Generator().manual_seed(1)
-    start, *slopes = torch.randn(3, 8, 20, dtype=torch.float64, generator=generator)
-    turn = torch.linalg.qr(torch.randn(8, 8, dtype=torch.float64, generator=generator))[0]
-
-    def run(basis: torch.Tensor) -> torch.Tensor:
-        p = torch.nn.Parameter(basis @ start)
-        optimizer = Muon([p])
-        optimizer.param_groups[0]["lr"] = 0.1
-        for slope in slopes:
-            p.grad = basis @ slope
-            optimizer.step()
-        return p.detach()
-
-    plain = run(torch.eye(8, dtype=torch.float64))
-    sums, want = torch.zeros_like(start), start.clone()
-    for slope in slopes:
-        sums = 0.95 * sums + slope
-        want = want - 0.1 * 0.2 * 20**0.5 * orthogonalised(slope + 0.95 * sums)
-    torch.testing.assert_close(plain, want)
-    torch.testing.assert_close(run(turn), turn @ plain)
-
-
-def test_vectors_are_left_to_adam_and_rates_follow_the_schedule() -> None:
-    matrix, vector = torch.nn.Parameter(torch.ones(4, 4)), torch.nn.Parameter(torch.full((4,), 2.0))
-    config = ReconstructConfig(learning_rate=0.1, relative=True, optimizer="muon")
-    muon, adam = _optimizers([vector, matrix], config)
-    assert isinstance(muon, Muon) and isinstance(adam, torch.optim.Adam)
-    assert muon.param_groups[0]["peak"] == pytest.approx(0.1) and muon.param_groups[0]["params"][0] is matrix
-    assert adam.param_groups[0]["peak"] == pytest.approx(0.2) and adam.param_groups[0]["params"][0] is vector
-    (only,) = _optimizers([vector, matrix], replace(config, optimizer="adam"))
-    assert len(only.param_groups) == 2

@@ -21,14 +21,11 @@ class ReconstructConfig:
         regress: Then train the module's projections on the original's output.
         steps: Optimiser steps per module.
         batch_size: Blocks of text per step.
-        optimizer: `adam`, or `muon` for matrices (with Adam for vectors): it wants about twice the rate, and is
-            ahead or behind depending on the model.
-        learning_rate: Peak rate: about the largest change of an entry per step with Adam, five times its RMS
-            with Muon.
+        learning_rate: Peak rate of Adam.
         relative: Whether the rate is a fraction of each tensor's RMS instead of absolute.
         schedule: Of the rate after warm-up, down to zero (`constant` stays).
         warmup: Fraction of the steps the rate rises.
-        betas: Of Adam (Muon's momentum is 0.95).
+        betas: Of Adam.
         unit: Whose output is matched: the `attention` module's, or that of the whole decoder `layer` (its
             feed-forward part frozen), which weighs an error by what the layer makes of it.
         inputs: What a module reads while it is fitted: the `student`'s own stream, so that it also repairs
@@ -51,7 +48,6 @@ class ReconstructConfig:
     regress: bool = True
     steps: int = 1000
     batch_size: int = 32
-    optimizer: Literal["adam", "muon"] = "adam"
     learning_rate: float = 3e-3
     relative: bool = False
     schedule: Literal["cosine", "linear", "constant"] = "linear"
@@ -73,7 +69,6 @@ class ReconstructConfig:
             ("ridge", self.ridge > 0),
             ("steps", self.steps >= 0),
             ("batch_size", self.batch_size >= 1),
-            ("optimizer", self.optimizer in ("muon", "adam")),
             ("learning_rate", self.learning_rate > 0),
             ("warmup", 0 <= self.warmup < 1),
             ("average", 0 <= self.average <= 1),

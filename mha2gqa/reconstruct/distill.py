@@ -98,13 +98,7 @@ def distill(
     def judge() -> float:
         return sum(share * float(divergence(batch)) for share, batch in _pieces(teacher, kept))
 
-    knobs = replace(
-        config,
-        steps=config.distill_steps,
-        learning_rate=config.distill_rate,
-        relative=False,
-        optimizer="adam",
-    )
+    knobs = replace(config, steps=config.distill_steps, learning_rate=config.distill_rate, relative=False)
     with frozen(teacher, student), repeatable(), float32(parameters), torch.enable_grad():
         before = judge()
         steps = descend(parameters, backward, judge, knobs)

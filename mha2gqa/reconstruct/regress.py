@@ -1,11 +1,10 @@
-"""Layer-local regression: Adam or Muon on one module's projections, no back-propagation through the network."""
+"""Layer-local regression: Adam on one module's projections, no back-propagation through the network."""
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 from .capture import Calls
 from .config import ReconstructConfig
 from .modes import autocast
-from .muon import Muon
 
 
 def rate(step: int, config: ReconstructConfig) -> float:
@@ -49,23 +47,17 @@ def relative_error(module: nn.Module, calls: Calls) -> float:
     return total / len(calls)
 
 
-def _optimizers(parameters: Sequence[nn.Parameter], config: ReconstructConfig) -> list[torch.optim.Optimizer]:
-    """One for matrices, one for vectors, where there are any; each group, of one tensor, knows its peak rate."""
-
-    def groups(chosen: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
-        made = []
-        for p in chosen:
-            size = float(p.detach().float().square().mean().sqrt()) or 1e-2
-            made.append({"params": [p], "peak": config.learning_rate * (size if config.relative else 1.0)})
-        return made
-
-    muon = [p for p in parameters if config.optimizer == "muon" and p.dim() == 2]
-    adam = [p for p in parameters if not any(p is x for x in muon)]
-    made: list[torch.optim.Optimizer] = [Muon(groups(muon))] if muon else []
-    if adam:
-        fused = parameters[0].device.type == "cuda"
-        made.append(torch.optim.Adam(groups(adam), betas=config.betas, fused=fused))
-    return made
+def _optimizer(
+    parameters: Sequence[nn.Parameter], config: ReconstructConfig
+) -> tuple[torch.optim.Adam, list[float]]:
+    """Adam with one group per tensor, and each group's peak rate."""
+    peaks = []
+    for p in parameters:
+        size = float(p.detach().float().square().mean().sqrt())
+        peaks.append(config.learning_rate * (size or 1e-2) if config.relative else config.learning_rate)
+    groups = [{"params": [p], "lr": peak} for p, peak in zip(parameters, peaks, strict=True)]
+    fused = parameters[0].device.type == "cuda"
+    return torch.optim.Adam(groups, betas=config.betas, fused=fused), peaks
 
 
 def regress(
@@ -103,7 +95,7 @@ def descend(
     judge: Callable[[], float],
     config: ReconstructConfig,
 ) -> int:
-    """Gradient steps down a loss; the weights that `judge` liked best are kept.
+    """Adam down a loss; the weights that `judge` liked best are kept.
 
     Args:
         parameters: What is trained.
@@ -116,16 +108,15 @@ def descend(
     """
     best, waited = judge(), 0
     kept, step = [p.detach().clone() for p in parameters], -1
-    optimizers = _optimizers(parameters, config)
+    optimizer, peaks = _optimizer(parameters, config)
     averaged: list[Tensor] = []
     first_averaged = config.steps - int(config.average * config.steps)
     for step in range(config.steps):
+        for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+            group["lr"] = peak * rate(step, config)
         backward()
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = group["peak"] * rate(step, config)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
         if step >= first_averaged:
             _average(averaged, parameters, step - first_averaged)
         if (step + 1) % config.check_every == 0 or step + 1 == config.steps:

@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import _quality_rows as rows
 import quality
 import tables
+import uptrain_throughput
 
 from mha2gqa.assets import demo_texts, tiny_model_path
 from mha2gqa.reconstruct import ReconstructConfig
@@ -162,6 +163,24 @@ def test_training_speed_is_rendered_with_its_ratios() -> None:
     text = tables.uptrain_throughput(record | {"summary": {"scaling_fsdp_ce_2": 1.8765}})
     assert "| `mha2gqa`, ce | 1 | 74,608 | 56.2% | 40.0 |" in text
     assert "| `mha2gqa`, ce | 2 fsdp | 140,000 |" in text and text.endswith("scaling fsdp ce 2 1.877.")
+
+
+def test_ratios_of_training_speed_are_taken_within_a_run() -> None:
+    """The second card is 10 % faster for everyone: that must not pass for a difference of contenders."""
+    one = {"objective": "ce", "parallel": "none", "gpus": 1, "residual_dtype": "float32"}
+    rows: list[dict[str, Any]] = []
+    for run, speed in (("0", 1.0), ("1", 1.1), ("2", 1.2)):
+        ours = 100.0 * speed * (1.02 if run == "2" else 0.99)
+        rows.append(one | {"contender": "ours", "tokens_per_second": ours, "run": run})
+        rows.append(one | {"contender": "nanogpt", "tokens_per_second": 100.0 * speed, "run": run})
+        rows.append(one | {"contender": "trainer", "tokens_per_second": 80.0 * speed, "run": run})
+    narrow = {"contender": "ours", "residual_dtype": "bfloat16", "tokens_per_second": 112.2, "run": "1"}
+    many = {"contender": "ours", "gpus": 4, "parallel": "fsdp", "tokens_per_second": 356.4, "run": "0"}
+    assert uptrain_throughput.summary([*rows, one | narrow, one | many, {"error": "x"}]) == {
+        "ours_to_best_rival_ce": 0.99,
+        "ours_bf16_residual_to_best_rival_ce": 1.02,
+        "scaling_fsdp_ce_4": 3.6,
+    }
 
 
 def test_runs_on_several_gpus_are_rendered() -> None:

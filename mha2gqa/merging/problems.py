@@ -152,9 +152,8 @@ class LinearProblem:
         member = ((rows @ self.moment) * rows).sum() / len(members)
         spread = spread * ratio(member, (spread.square() * energy).sum()).sqrt()
         shared, top = shared * spread[:, None], top / spread
-        if (
-            self.undo is None
-        ):  # values stay in the eigenbasis: strong and weak directions apart are fitted faster
+        # Values stay in the eigenbasis, where strong and weak directions, kept apart, are fitted faster.
+        if self.undo is None:
             return Shared(shared, top, cost)
         turn = _polar(rows[0] @ shared.mT)  # keys are turned to where the first member had them
         return Shared(turn @ shared, (top @ turn.mT).mT @ self.undo[members], cost)

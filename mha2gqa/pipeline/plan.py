@@ -23,6 +23,7 @@ TRAINED_BYTES, FROZEN_BYTES = 16, 2
 QUANTISED_BYTES = (4 + (8 + 32 / 256) / 64) / 8
 DISK_BYTES_PER_SECOND = 500e6  # a plain SSD; stated beside the estimate
 LORA_RANK = 16
+DEVICES, SHARDED = (1, 2, 4, 8), ("all", "attention")  # adapters do not train under FSDP
 H100_BANDWIDTH = 3.35e12  # bytes/s of an H100 SXM, NVIDIA's data sheet
 
 
@@ -264,12 +265,18 @@ def training_memory(model: Description, decided: Plan, gpu_memory: float) -> dic
     linear = {name for name, shape in shapes.items() if len(shape) == 2 and vocabulary not in shape}
     saved = round((FROZEN_BYTES - QUANTISED_BYTES) * sum(count[name] for name in linear - whole))
     trained = {"all": total, "attention": attention, "lora": kv + lora, "qlora": kv + lora}
-    sets = {}
+    sets: dict[str, dict[str, Any]] = {}
     for name, number in trained.items():
         state = TRAINED_BYTES * number + (FROZEN_BYTES * (total - number) if name != "all" else 0)
         state -= saved if name == "qlora" else 0
         need = state + teacher
-        devices = (1,) if "lora" in name else (1, 2, 4, 8)
+        devices = DEVICES if name in SHARDED else DEVICES[:1]
         fits = next((n for n in devices if need / n <= 0.75 * gpu_memory), 0)
-        sets[name] = {"trained_parameters": number, "bytes": need, "without_teacher": state, "gpus": fits}
+        sets[name] = {
+            "trained_parameters": number,
+            "bytes": need,
+            "without_teacher": state,
+            "gpus": fits,
+            "most_gpus": devices[-1],
+        }
     return {"gpu_memory": gpu_memory, "teacher_bytes": teacher, "sets": sets}

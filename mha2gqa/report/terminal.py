@@ -97,9 +97,7 @@ def _memory_table(memory: Data) -> str:
             human_count(found["trained_parameters"]),
             human_bytes(found["bytes"]),
             human_bytes(found["without_teacher"]),
-            f"{found['gpus']} x {size}"
-            if found["gpus"]
-            else f"more than {1 if 'lora' in name else 8} x {size}",
+            f"{found['gpus'] or 'more than ' + str(found['most_gpus'])} x {size}",
         ]
         for name, found in memory["sets"].items()
     ]

@@ -35,6 +35,7 @@ def fit_words(variant: str) -> dict[str, Any]:
     return FITS.get(variant.removeprefix("refit+reconstruct+"), {})
 
 
+START = "refit+reconstruct"  # where joint+… uptraining starts, unless its row names another variant
 OBJECTIVES = ("mean+ce", "mean+kd", "joint+ce", "joint+kd", "original+ce")
 
 
@@ -46,7 +47,8 @@ class Row:
         stage: `baselines`, `convert`, `tune` or `uptrain`.
         method: Merging method, `original`, or start and objective (`joint+kd`).
         groups: KV heads G.
-        variant: A key of `VARIANTS`; `weights-only` and `neighbours` are special cases of `joint`.
+        variant: A key of `VARIANTS`; `weights-only` and `neighbours` are special cases of `joint`. Of an
+            uptrained row: where it started, if that is not `START`.
         seed: Seed of sampling, of the order of the data.
         alpha: Share of the original tokens that is uptrained.
         lr: Peak learning rate, None for the one that tuning chose.
@@ -103,13 +105,16 @@ def uptrain_rows(
     seeds: Sequence[int],
     lrs: Sequence[float | None],
     objectives: Sequence[str] = OBJECTIVES,
+    start: str = START,
 ) -> Iterator[Row]:
     """Every start and objective, each at every rate in `lrs`; small budgets first."""
+    other = "" if start == START else start
     for seed in seeds:
         for alpha in alphas:
             for name in objectives:
+                variant = other if name.startswith("joint") else ""
                 for g in [num_kv_heads] if name.startswith("original") else groups:
-                    yield from (Row(stage, name, g, seed=seed, alpha=alpha, lr=lr) for lr in lrs)
+                    yield from (Row(stage, name, g, variant, seed, alpha, lr) for lr in lrs)
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,8 @@ class Table:
 
         Of this recipe at this G and alpha, or, where that was not tuned, at the nearest G and alpha that was.
         """
-        tuned = [r for r in self.rows.values() if (r["stage"], r["method"]) == ("tune", row.method)]
+        recipe = ("tune", row.method, row.variant)
+        tuned = [r for r in self.rows.values() if (r["stage"], r["method"], r.get("variant", "")) == recipe]
         if not tuned:
             return default
 

@@ -28,6 +28,7 @@ import transformers
 from _common import RESULTS, write_json
 from _quality_rows import (
     OBJECTIVES,
+    START,
     VARIANTS,
     Row,
     Shape,
@@ -216,7 +217,7 @@ class Bench:
         if start == "mean":
             folder, before = self.converted(Row("baselines", "mean", row.groups))
         elif start == "joint":
-            folder, before = self.converted(Row("convert", "joint", row.groups, self.args.start))
+            folder, before = self.converted(Row("convert", "joint", row.groups, row.variant or START))
         out = self.args.work / "uptrained" / row.key.replace("/", "_")
         budget: dict[str, Any] = {"alpha": row.alpha, "original_tokens": self.args.original_tokens}
         if self.args.steps:
@@ -266,11 +267,20 @@ def planned(args: argparse.Namespace, num_kv_heads: int) -> Iterator[Row]:
     if "tune" in args.stages:
         alphas, seeds = args.tune_alphas or args.alphas[:1], args.seeds[:1]
         rows += uptrain_rows(
-            "tune", num_kv_heads, args.tune_groups or groups[:1], alphas, seeds, args.lrs, args.objectives
+            "tune",
+            num_kv_heads,
+            args.tune_groups or groups[:1],
+            alphas,
+            seeds,
+            args.lrs,
+            args.objectives,
+            args.start,
         )
     if "uptrain" in args.stages:
         seeds = args.seeds[: args.uptrain_seeds]
-        rows += uptrain_rows("uptrain", num_kv_heads, groups, args.alphas, seeds, [None], args.objectives)
+        rows += uptrain_rows(
+            "uptrain", num_kv_heads, groups, args.alphas, seeds, [None], args.objectives, args.start
+        )
     yield from (row for row in rows if wanted.search(row.key))
 
 
@@ -329,9 +339,7 @@ def parse_args(
     add("--seeds", nargs="+", type=int, default=[0, 1, 2])
     add("--uptrain-seeds", type=int, default=1, help="how many of the seeds are uptrained")
     add("--objectives", nargs="+", choices=OBJECTIVES, default=list(OBJECTIVES))
-    add(
-        "--start", choices=list(VARIANTS), default="refit+reconstruct", help="where joint+… uptraining starts"
-    )
+    add("--start", choices=list(VARIANTS), default=START, help="where joint+… uptraining starts")
     add("--alphas", nargs="+", type=float, default=[0.01, 0.05])
     add("--original-tokens", type=int, default=6000 * 65536)
     add("--lrs", nargs="+", type=float, default=[1e-3, 5e-4, 2e-3], help="tried by tune; else the first")

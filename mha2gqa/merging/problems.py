@@ -144,18 +144,19 @@ class LinearProblem:
         energy, cost = spectrum[-width:].clamp_min(0), spectrum[:-width].clamp_min(0).sum()
         top = vectors[:, -width:].reshape(len(members), width, width)  # U_h
         shared = torch.einsum("hij,hin->jn", top, self.left[members] @ self.rows[members])
-        # An optimiser that continues from here is not invariant to the basis. Each direction's energy is
-        # spread evenly (as a logarithm) over both sides, and the whole is as strong as a member was.
-        # Unbalanced, some keys would be 1e-5 and queries 1e5 strong.
-        spread = ratio(torch.ones_like(energy), (energy + 1e-8 * energy.mean()).pow(0.25))
         rows = self.rows[members]
+        # An optimiser that continues from here is not invariant to basis and scale. Values are fitted best
+        # where strong and weak directions stay apart, energy on their side, and as strong as members were.
+        if self.undo is None:
+            scale = ratio(_weights_norm(rows), shared.norm())
+            return Shared(shared * scale, top / scale, cost)
+        # Keys: each direction's energy is spread evenly (as a logarithm) over both sides. Unbalanced, some
+        # keys would be 1e-5 and queries 1e5 strong. All is turned to where the first member had it.
+        spread = ratio(torch.ones_like(energy), (energy + 1e-8 * energy.mean()).pow(0.25))
         member = ((rows @ self.moment) * rows).sum() / len(members)
         spread = spread * ratio(member, (spread.square() * energy).sum()).sqrt()
         shared, top = shared * spread[:, None], top / spread
-        # Values stay in the eigenbasis, where strong and weak directions, kept apart, are fitted faster.
-        if self.undo is None:
-            return Shared(shared, top, cost)
-        turn = _polar(rows[0] @ shared.mT)  # keys are turned to where the first member had them
+        turn = _polar(rows[0] @ shared.mT)
         return Shared(turn @ shared, (top @ turn.mT).mT @ self.undo[members], cost)
 
 

@@ -23,6 +23,7 @@ FITS: dict[str, dict[str, Any]] = {
     "distill-slow": {"distill_steps": 300, "distill_rate": 5e-4},
     "distill-fast": {"distill_steps": 300, "distill_rate": 2e-3},
     "distill-long": {"distill_steps": 1000},
+    "gentle": {"learning_rate": 1e-3},
     "long+distill": {"steps": 2000, "patience": 12, "distill_steps": 300},
     "distill-only": {"steps": 0, "distill_steps": 1000},
     "fisher+distill": {"weighting": "fisher", "distill_steps": 300},

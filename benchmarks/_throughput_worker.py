@@ -25,7 +25,7 @@ from transformers import (
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from mha2gqa.uptraining import train_model
+from mha2gqa.uptraining import liger, train_model
 from mha2gqa.uptraining.distillation import Teacher
 from mha2gqa.uptraining.guard import Interrupted, SpikeGuard, flops_per_token, peak_flops
 from mha2gqa.uptraining.trainer import training_flops
@@ -73,8 +73,10 @@ def ours(args: argparse.Namespace, student: Any, teacher: Any, blocks: Tensor) -
     more: dict[str, Any] = {"fsdp": True} if args.parallel == "fsdp" else {}
     if not torch.cuda.is_available() and args.world > 1:
         more["ddp_backend"] = "gloo"
+    calls: list[int] = []
     if args.contender == "liger":
         more["use_liger_kernel"] = True
+        count_calls(calls)
     if args.stop_at:
         stop_after(args.stop_at)
     try:
@@ -102,7 +104,18 @@ def ours(args: argparse.Namespace, student: Any, teacher: Any, blocks: Tensor) -
         "tokens_per_second": statistics.median(speeds),
         "losses": [[entry["step"], entry["loss"]] for entry in logs],
         "resumed_from": result.resumed_from,
-    }
+    } | ({"liger_losses": len(calls)} if args.contender == "liger" else {})
+
+
+def count_calls(calls: list[int]) -> None:
+    """Note every loss that Liger's fused kernel computes (distillation has its own)."""
+    fused = liger.liger_cross_entropy
+
+    def counted(*words: Any) -> Any:
+        calls.append(1)
+        return fused(*words)
+
+    liger.liger_cross_entropy = counted
 
 
 def stop_after(step: int) -> None:

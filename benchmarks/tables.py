@@ -189,14 +189,12 @@ def uptrain_throughput(record: Mapping[str, Any]) -> str:
 def uptrain_scaling(record: Mapping[str, Any]) -> str:
     """The same uptraining on one GPU and on several: largest difference of a step's loss, held-out loss."""
     lines = []
+    names = {"one": "one process", "ddp": "DDP", "fsdp": "FSDP2", "zero3": "DeepSpeed ZeRO-3"}
     for name, run in record["runs"].items():
         gpus = run["gpus"] if isinstance(run["gpus"], int) else f"{run['gpus'][0]}, then {run['gpus'][1]}"
-        label = {"one": "one process", "ddp": "DDP", "fsdp": "FSDP2", "resumed": "FSDP2, killed, resumed"}[
-            name
-        ]
-        figures = (
-            ["failed", ""] if "error" in run else [f"{run['largest_difference']:.1e}", f"{run['loss']:.5f}"]
-        )
+        label = names[run.get("mode", "fsdp")] + ", killed, resumed" if name == "resumed" else names[name]
+        apart = f"{run['largest_difference']:.1e}" if "largest_difference" in run else ""
+        figures = ["failed", ""] if "error" in run else [apart, f"{run['loss']:.5f}"]
         lines.append([label, str(gpus), *figures])
     about = (
         f"`{record['model']}`, G={record['groups']}, distillation, {record['steps']} steps of "
@@ -204,6 +202,35 @@ def uptrain_scaling(record: Mapping[str, Any]) -> str:
         "global batch everywhere. Results are loaded with the stock class."
     )
     head = ["", "GPUs", "largest difference of a step's loss to one GPU", "held-out loss"]
+    return f"{about}\n\n{markdown(head, lines)}"
+
+
+def uptrain_adapters(record: Mapping[str, Any]) -> str:
+    """The same start uptrained with different parameters moving: loss, size, speed, what merging changed."""
+
+    def middle(row: Mapping[str, Any], key: str, form: str) -> str:
+        return f"{row[key]:{form}}" if row.get(key) else ""
+
+    lines = []
+    for row in record["rows"]:
+        merge = row.get("merge") or {}
+        apart = [f"{merge[name]:.1e}" if name in merge else "" for name in ("exact", "stored", "quantised")]
+        figures = [
+            f"{row['learning_rate']:.1e}",
+            middle(row, "loss", ".4f") or "failed",
+            middle(row, "trained_parameters", ",d"),
+            middle(row, "tokens_per_second", ",.0f"),
+            middle(row, "memory_gib", ".2f"),
+        ]
+        lines.append([f"`{row['train']}`", *figures, *apart])
+    about = (
+        f"`{record['model']}`, G={record['groups']}, distillation, {record['steps']} steps of "
+        f"{record['batch_tokens']:,} tokens on {record['provenance']['hardware'].get('gpu', 'a CPU')}; original "
+        f"{record['losses']['original']:.4f}, start {record['losses']['start']:.4f}. The last columns are the merged "
+        "checkpoint's largest logit difference, relative to the logits' spread: to the adapter on full-precision "
+        "weights, the same once stored, and to the 4-bit model that was trained."
+    )
+    head = ["", "rate", "loss", "trained", "tokens/s", "GiB", "merged", "stored", "4-bit"]
     return f"{about}\n\n{markdown(head, lines)}"
 
 
@@ -241,6 +268,7 @@ RENDERERS: dict[str, Sequence[Callable[[Mapping[str, Any]], str]]] = {
     "benchmarks/convert_speed.py": (convert_speed,),
     "benchmarks/uptrain_throughput.py": (uptrain_throughput,),
     "benchmarks/uptrain_scaling.py": (uptrain_scaling,),
+    "benchmarks/uptrain_adapters.py": (uptrain_adapters,),
     "benchmarks/closed_form_speed.py": (closed_form_speed,),
     "benchmarks/evaluate_speed.py": (evaluate_speed,),
 }

@@ -224,4 +224,30 @@ def test_ligers_own_loss_stays_off(monkeypatch, tmp_path):
         build_arguments(config, budget, tmp_path, 32, False)
     monkeypatch.setattr(liger, "find_spec", lambda name: name)
     args = build_arguments(config, budget, tmp_path, 32, False)
-    assert args.liger_kernel_config == {"rope": False, "fused_linear_cross_entropy": False}
+    assert args.liger_kernel_config == {
+        "rope": False,
+        "fused_linear_cross_entropy": False,
+        "cross_entropy": False,
+    }
+
+
+def test_ligers_kernels_leave_with_the_run():
+    """They would stop a merge or a check of the same class on a CPU."""
+    from transformers.models.llama import modeling_llama
+
+    from mha2gqa.uptraining.liger import liger_withdrawn
+
+    def forward(self, x):
+        raise AssertionError("a kernel on a CPU")
+
+    forward.__module__ = "liger_kernel.transformers.rms_norm"
+    model, ids = pico_llama(), torch.arange(8)[None]
+    wanted, norm, rope = model(ids).logits, modeling_llama.LlamaRMSNorm, modeling_llama.apply_rotary_pos_emb
+    with pytest.raises(KeyError), liger_withdrawn(model):
+        modeling_llama.LlamaRMSNorm = modeling_llama.apply_rotary_pos_emb = forward
+        model.model.norm.forward = forward.__get__(model.model.norm)
+        with pytest.raises(TypeError):  # the rope
+            model(ids)
+        raise KeyError
+    assert modeling_llama.LlamaRMSNorm is norm and modeling_llama.apply_rotary_pos_emb is rope
+    torch.testing.assert_close(model(ids).logits, wanted, rtol=0, atol=0)

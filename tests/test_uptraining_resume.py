@@ -241,3 +241,19 @@ def test_output_of_another_run_is_not_touched(models, straight, tmp_path):
     with pytest.raises(UsageError, match="not empty"):
         uptrain(student, reference, write_text(tmp_path / "other.jsonl", seed=5), **RUN)
     assert (reference / "model.safetensors").read_bytes() == before
+
+
+def test_zero_shards_are_not_dealt_out_anew(tmp_path):
+    from mha2gqa.uptraining.sharding import check_zero_shards
+
+    folder = tmp_path / "checkpoint-4"
+    check_zero_shards(folder, 0)
+    with pytest.raises(CheckpointError, match=r"state of 0 processes .* has 2; continue without deepspeed"):
+        check_zero_shards(folder, 2)
+    (folder / "global_step4").mkdir(parents=True)
+    for rank in range(2):
+        (folder / "global_step4" / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").touch()
+    check_zero_shards(folder, 2)
+    for processes in (0, 1):
+        with pytest.raises(CheckpointError, match=r"state of 2 processes .*; continue on 2 with the same"):
+            check_zero_shards(folder, processes)

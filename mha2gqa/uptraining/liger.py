@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,8 +14,9 @@ from torch import Tensor
 from ..errors import UsageError
 from .losses import IGNORED, Head
 
-# Liger would replace the forward of the whole model, which returns our loss.
-OWN_LOSS = {"fused_linear_cross_entropy": False}
+# The one would replace the forward of the whole model, which returns our loss; the other, Granite's default,
+# torch's own cross_entropy for the whole process.
+OWN_LOSS = {"fused_linear_cross_entropy": False, "cross_entropy": False}
 
 
 def require_liger() -> None:
@@ -24,6 +29,29 @@ def require_liger() -> None:
         raise UsageError(
             "needs the package liger-kernel", where="use_liger_kernel", fix="pip install liger-kernel"
         )
+
+
+@contextmanager
+def liger_withdrawn(model: Any) -> Iterator[None]:
+    """Take Liger's kernels out of a model and of its modeling module again.
+
+    They run on GPUs only, while a merge, a check or the user may want a model of that class on a CPU.
+
+    Args:
+        model: The model that is trained inside, plain or of peft.
+    """
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    names = vars(sys.modules[type(base).__module__])
+    before = dict(names)
+    try:
+        yield
+    finally:
+        names.update(before)
+        for part in model.modules():
+            forward = part.__dict__.get("forward")
+            if (getattr(forward, "__module__", None) or "").startswith("liger_kernel"):
+                for name in ("forward", "extra_repr", "_get_name"):
+                    part.__dict__.pop(name, None)
 
 
 def liger_cross_entropy(hidden: Tensor, labels: Tensor, head: Head, dtype: torch.dtype) -> Tensor | None:

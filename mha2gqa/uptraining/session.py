@@ -20,6 +20,7 @@ from .corpus import Corpus
 from .distillation import Teacher, attached
 from .dropout import set_dropout
 from .guard import Interrupted, stop_signals
+from .liger import liger_withdrawn
 from .losses import Objective
 from .sharding import gather_master_weights
 from .stream import narrow_stream, unpacked
@@ -81,8 +82,9 @@ def train(
     spec = Objective(distils, config.temperature, config.ce_weight if distils else 1.0, compiled, liger)
     one_document = nullcontext() if config.isolate_documents else unpacked()
     stream = narrow_stream(student) if config.residual_dtype == "bfloat16" else nullcontext()
+    kernels = liger_withdrawn(student) if args.use_liger_kernel else nullcontext()
     try:
-        with attached(student, spec, teacher), one_document, stream, stop_signals() as stop:
+        with kernels, attached(student, spec, teacher), one_document, stream, stop_signals() as stop:
             if compiled:  # after the heads were probed with a few tokens
                 compile_layers(student)
                 if teacher is not None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..errors import CheckpointError
 from .compiling import repeated_layers
 
 
@@ -53,6 +55,25 @@ def is_zero3(accelerator: Any) -> bool:
     """Whether this run shards parameters with DeepSpeed's ZeRO-3."""
     plugin = getattr(accelerator.state, "deepspeed_plugin", None)
     return plugin is not None and int(plugin.zero_stage) == 3
+
+
+def check_zero_shards(checkpoint: Path, processes: int) -> None:
+    """Refuse a checkpoint that ZeRO cannot deal out anew.
+
+    Args:
+        checkpoint: The folder to resume from.
+        processes: That run under DeepSpeed now, 0 for a run without it.
+
+    Raises:
+        CheckpointError: It holds the shards of another number of processes.
+    """
+    shards = len(list(checkpoint.glob("global_step*/*_optim_states.pt")))
+    if shards != processes:
+        raise CheckpointError(
+            f"holds the state of {shards} processes under DeepSpeed, and this run has {processes}",
+            where=checkpoint,
+            fix=f"continue on {shards} with the same deepspeed" if shards else "continue without deepspeed",
+        )
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from .budget import Budget, UptrainConfig, learning_rate_factor, warmup_count
 from .distillation import Teacher
 from .guard import Meter, Reading, SpikeGuard, flops_per_token, forward_flops, peak_flops
 from .losses import IGNORED, Truncated
-from .sharding import is_fsdp2, is_zero3, reduce_in_float32, shard_teacher
+from .sharding import check_zero_shards, is_fsdp2, is_zero3, reduce_in_float32, shard_teacher
 from .workspace import seal, write_json
 
 logger = logging.getLogger(__name__)
@@ -337,6 +337,7 @@ class UptrainTrainer(Trainer):
 
     def restore(self, checkpoint: Path) -> None:
         """Take guard and stream position from a checkpoint, before `train(resume_from_checkpoint=…)`."""
+        check_zero_shards(checkpoint, self.args.world_size if self.is_deepspeed_enabled else 0)
         state = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
         self.guard.load(state["guard"])
         self._pending = state["unlogged"]

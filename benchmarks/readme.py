@@ -4,7 +4,7 @@ python benchmarks/readme.py            # rewrites README.md
 python benchmarks/readme.py --check    # exit 1 if that would change it
 
 A section between `<!-- results: NAME -->` and `<!-- end -->` receives a table of every results file whose
-name begins with NAME: the first table of each, `python benchmarks/tables.py` prints them all.
+name begins with NAME, and stays empty without any: the first table of each, `python benchmarks/tables.py` prints them all.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def filled(text: str) -> str:
 
     def fill(match: re.Match[str]) -> str:
         files = sorted(RESULTS.glob(f"{match['name']}*.json"))
-        tables = "\n\n".join(filter(None, map(first_table, files))) or "_Not measured yet._"
-        return f"{match[1]}\n{tables}\n\n{match[3]}"
+        tables = "\n\n".join(filter(None, map(first_table, files)))
+        return f"{match[1]}\n{tables}\n\n{match[3]}" if tables else f"{match[1]}{match[3]}"
 
     return SECTION.sub(fill, text)
 

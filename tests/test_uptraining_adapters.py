@@ -95,6 +95,12 @@ def test_bf16_checkpoint_is_merged_in_float32_and_rounded_once(tmp_path):
     assert "lm_head.weight" not in stored
 
 
+def test_what_trained_in_bf16_is_merged_in_float32(models, tmp_path):
+    """As on every GPU: accelerate's autocast must be gone when adapter and merged model are compared."""
+    result = uptrain(models[1], tmp_path / "up", models[2], **LORA, bf16=True)
+    assert result.merge["exact"] < 1e-5
+
+
 def test_fused_projections_are_trained_whole():
     """L04: Phi-3 has no k_proj or v_proj."""
     from transformers import Phi3Config, Phi3ForCausalLM

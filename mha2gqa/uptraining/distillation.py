@@ -116,6 +116,7 @@ def attached(model: Any, spec: Objective, teacher: Teacher | None = None) -> Ite
     Yields:
         The student's output head, None where its own logits are used.
     """
+    outer = model
     if hasattr(model, "get_base_model"):  # peft hands inputs through to the model inside
         model = model.get_base_model()
     head = find_head(model)
@@ -150,8 +151,8 @@ def attached(model: Any, spec: Objective, teacher: Teacher | None = None) -> Ite
     try:
         yield head
     finally:
-        for module in (model, *([] if head is None else [head.module])):
-            module.__dict__.pop("forward", None)
+        for module in (outer, model, *([] if head is None else [head.module])):
+            module.__dict__.pop("forward", None)  # ours, or accelerate's under bf16 autocast
             module.__dict__.pop("_original_forward", None)  # accelerate's, which holds ours
 
 

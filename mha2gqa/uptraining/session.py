@@ -22,7 +22,7 @@ from .dropout import set_dropout
 from .guard import Interrupted, stop_signals
 from .liger import liger_withdrawn
 from .losses import Objective
-from .sharding import gather_master_weights
+from .sharding import frozen_weights, gather_master_weights
 from .stream import narrow_stream, unpacked
 from .trainer import Run, UptrainTrainer, training_flops
 from .workspace import Workspace
@@ -76,6 +76,7 @@ def train(
     notices += corpus.notices
     for notice in notices:
         logger.warning("%s", notice)
+    frozen = frozen_weights(student) if args.deepspeed else {}
     compiled = _should_compile(student, args, config, budget, teacher)
     distils = teacher is not None or bool(getattr(corpus.train, "caches", ()))
     liger = args.device.type == "cuda" and bool(args.use_liger_kernel)
@@ -98,7 +99,7 @@ def train(
                     trainer.restore(checkpoint)
                     logger.info("resuming from %s", checkpoint)
                 start, end = _fit(trainer, checkpoint)
-            state = _consolidated(trainer)
+            state = _consolidated(trainer, frozen)
     finally:
         undo_compile(student)
         if teacher is not None:
@@ -170,10 +171,10 @@ def _fit(trainer: UptrainTrainer, checkpoint: Path | None) -> tuple[float | None
     return (losses[0], losses[-1]) if losses else (None, None)
 
 
-def _consolidated(trainer: UptrainTrainer) -> dict[str, torch.Tensor] | None:
+def _consolidated(trainer: UptrainTrainer, frozen: dict[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
     """The whole state dict on the first process, None on the others."""
     if trainer.is_deepspeed_enabled:
-        state = gather_master_weights(trainer.accelerator.unwrap_model(trainer.model_wrapped))
+        state = gather_master_weights(trainer.accelerator.unwrap_model(trainer.model_wrapped), frozen)
     elif trainer.is_fsdp_enabled:
         state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
     else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -95,14 +95,27 @@ def whole_models(args: Any) -> Iterator[None]:
         set_hf_deepspeed_config(config)
 
 
-def gather_master_weights(model: Any) -> dict[str, Tensor]:
-    """The state dict of a model under ZeRO, from the optimiser's float32 weights; all processes take part."""
+def frozen_weights(model: Any) -> dict[str, Tensor]:
+    """What does not train, by name, on the CPU; to be taken before ZeRO rounds it to bf16 for good."""
+    parameters = model.named_parameters(remove_duplicate=False)
+    return {name: p.detach().cpu() for name, p in parameters if not p.requires_grad}
+
+
+def gather_master_weights(model: Any, frozen: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The state dict of a model under ZeRO, from the optimiser's float32 weights; all processes take part.
+
+    Args:
+        model: The model inside DeepSpeed's engine.
+        frozen: From `frozen_weights`.
+    """
     import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param
 
-    state = {}
+    state = dict(frozen)
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        whole = safe_get_full_fp32_param(parameter) if parameter.requires_grad else None
+        if name in frozen:
+            continue
+        whole = safe_get_full_fp32_param(parameter)
         if whole is None:
             with deepspeed.zero.GatheredParameters([parameter]):
                 whole = parameter.detach().clone()

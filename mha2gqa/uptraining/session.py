@@ -138,7 +138,7 @@ def _should_compile(
 ) -> bool:
     if config.torch_compile is not None:
         return config.torch_compile
-    if config.train == "qlora":  # its kernels are opaque to the compiler
+    if config.train == "qlora" or args.deepspeed:  # opaque kernels; hooks in every module of a layer
         return False
     flops = training_flops(student, teacher, budget.window) * budget.tokens
     return worth_compiling(flops, args.device, world_size())

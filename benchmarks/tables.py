@@ -212,6 +212,7 @@ def uptrain_adapters(record: Mapping[str, Any]) -> str:
         return f"{row[key]:{form}}" if row.get(key) else ""
 
     lines = []
+    timed = ["tokens/s"] if any(row.get("tokens_per_second") for row in record["rows"]) else []
     for row in record["rows"]:
         merge = row.get("merge") or {}
         apart = [f"{merge[name]:.1e}" if name in merge else "" for name in ("exact", "stored", "quantised")]
@@ -219,7 +220,7 @@ def uptrain_adapters(record: Mapping[str, Any]) -> str:
             f"{row['learning_rate']:.1e}",
             middle(row, "loss", ".4f") or "failed",
             middle(row, "trained_parameters", ",d"),
-            middle(row, "tokens_per_second", ",.0f"),
+            *(middle(row, "tokens_per_second", ",.0f") for _ in timed),
             middle(row, "memory_gib", ".2f"),
         ]
         lines.append([f"`{row['train']}`", *figures, *apart])
@@ -230,7 +231,7 @@ def uptrain_adapters(record: Mapping[str, Any]) -> str:
         "checkpoint's largest logit difference, relative to the logits' spread: to the adapter on full-precision "
         "weights, the same once stored, and to the 4-bit model that was trained."
     )
-    head = ["", "rate", "loss", "trained", "tokens/s", "GiB", "merged", "stored", "4-bit"]
+    head = ["", "rate", "loss", "trained", *timed, "GiB", "merged", "stored", "4-bit"]
     return f"{about}\n\n{markdown(head, lines)}"
 
 

@@ -472,8 +472,8 @@ def test_a_report_context_beyond_the_model_is_timed_as_far_as_it_reaches(model: 
 def test_cached_steps_of_the_benchmark_attend_to_the_prefill(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The clock runs over real decoding: each step sees one more cached token."""
-    seen = []
+    """The clock runs over real decoding: each step sees one more cached token, and no kernel plans for it anew."""
+    seen, planned = [], []
     from transformers import LlamaForCausalLM
 
     original = LlamaForCausalLM.forward
@@ -481,12 +481,14 @@ def test_cached_steps_of_the_benchmark_attend_to_the_prefill(
     def forward(self: Any, *args: Any, **words: Any) -> Any:
         cache = words.get("past_key_values")
         seen.append((0 if cache is None else cache.get_seq_length(), words["input_ids"].shape[1]))
+        planned.append(torch.backends.cuda.cudnn_sdp_enabled())
         return original(self, *args, **words)
 
     monkeypatch.setattr(LlamaForCausalLM, "forward", forward)
     torch.manual_seed(0)
     bench(model, context=16, new_tokens=2)
     assert seen[0] == (0, 16) and seen[1:] == [(16 + i, 1) for i in range(5)]
+    assert planned[0] and not any(planned[1:]) and torch.backends.cuda.cudnn_sdp_enabled()
 
 
 def test_readme_holds_no_typed_figures() -> None:

@@ -15,6 +15,7 @@ from .clitools import (
     GROUPS,
     NAMES,
     SIZE,
+    check_output,
     common,
     emit,
     fit_words,
@@ -162,17 +163,21 @@ def convert(source: str, out: str, **words: Any) -> None:
 @options(trust, common)
 def evaluate(models: tuple[str, ...], data: tuple[str, ...], output: str | None, **words: Any) -> None:
     """Score models on the same held-out tokens: loss, perplexity, bits/byte, KV bytes."""
+    limits = given({name: words.pop(name) for name in ("max_ppl_ratio", "min_agreement", "fail_if_worse")})
+    check_output(output)
+    from .evaluation import EvaluateConfig, check_limits
     from .evaluation import evaluate as call
     from .evaluation.gates import measure_gates, require
 
-    limits = given({name: words.pop(name) for name in ("max_ppl_ratio", "min_agreement", "fail_if_worse")})
+    against = words["against"]
+    check_limits(len(EvaluateConfig(models, data, against=against).subjects), against is not None, **limits)
     with progress_count("evaluate") as progress:
         result = call(list(models), list(data), progress=progress, **given(words)).to_dict()
     gates = measure_gates(result["models"], **limits)
     result |= {"gates": gates} if gates else {}
+    emit(result)
     if output:
         write_json(result, output)
-    emit(result)
     require(gates)
 
 

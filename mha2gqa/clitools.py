@@ -173,11 +173,39 @@ def emit(result: Result | dict[str, Any]) -> None:
         click.echo(render(data))
 
 
+def check_output(path: str | None) -> None:
+    """Before the work whose result goes into a file: can it be written there?
+
+    Raises:
+        UsageError: There is no such folder, or it may not be written.
+    """
+    if path is None or not first_process():
+        return
+    file = Path(path)
+    problem = None
+    if file.is_dir():
+        problem = "is a folder", "name a file in it"
+    elif not file.parent.is_dir():
+        problem = f"there is no folder {file.parent}", "make it first"
+    elif not os.access(file if file.exists() else file.parent, os.W_OK):
+        problem = "may not be written", "choose another place"
+    if problem:
+        raise UsageError(problem[0], where=f"--output {path}", fix=problem[1])
+
+
 def write_json(data: dict[str, Any], path: str) -> None:
-    """Write a result to a file, in the first process only."""
-    if first_process():
-        text = json.dumps(data, indent=2, ensure_ascii=False) + "\n"
+    """Write a result to a file, in the first process only.
+
+    Raises:
+        Mha2gqaError: It cannot be written.
+    """
+    if not first_process():
+        return
+    text = json.dumps(data, indent=2, ensure_ascii=False) + "\n"
+    try:
         Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise Mha2gqaError(f"cannot be written ({error.strerror})", where=path) from error
 
 
 def setup_logging(state: dict[str, int]) -> None:

@@ -131,6 +131,16 @@ def test_impossible_groups_list_the_valid_values(run: Run, pico: Path, tmp_path:
         (["sweep", "nowhere.yaml"], 2, "nowhere.yaml: cannot be read"),
         (["uptrain", "a", "b", "--data", "c", "--set", "alhpa=1"], 2, "did you mean alpha?"),
         (["uptrain", "a", "b", "--data", "c", "--set", "x"], 2, "is not section.key=value"),
+        (["evaluate", "a", "b", "--data", "c", "--max-ppl-ratio", "-1"], 2, "no ratio of perplexities"),
+        (
+            ["evaluate", "a", "b", "--data", "c", "--min-agreement", "0.9"],
+            2,
+            "name the original with --against",
+        ),
+        (["evaluate", "a", "--data", "c", "--fail-if-worse"], 2, "a gate needs two models"),
+        (["evaluate", "a", "--data", "c", "--output", "no/x.json"], 2, "there is no folder no"),
+        (["evaluate", "a", "--data", "c", "--output", "."], 2, "is a folder"),
+        (["plan", "a", "--context", "0"], 2, "--context 0: must be more than 0"),
         (["push", "./nowhere", "a/b"], 2, "no mha2gqa.json"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from mha2gqa.data import Document, token_blocks
 from mha2gqa.errors import CheckpointError, DataError, GateError, UsageError
 from mha2gqa.evaluation import (
     PROTOCOLS,
+    EvaluateConfig,
     EvaluateResult,
     LoadedModel,
     Settings,
@@ -28,6 +30,7 @@ from mha2gqa.evaluation import (
     block_loss,
     bootstrap,
     check_gates,
+    check_limits,
     evaluate,
     paired_test,
     perplexity_ratio,
@@ -537,11 +540,17 @@ def test_other_tokenizers_are_compared_by_bytes_only(tmp_path: Path, plain: PreT
     assert [m.loss for m in result.models] == [m.perplexity for m in result.models] == [None, None]
     assert all(m.bits_per_byte > 0 for m in result.models)
     assert result.models[1].bytes == sum(len(d.text) - 1 for d in docs)
+    sizes = sorted(m.bytes for m in result.models)  # first tokens, one of which is a letter, have no context
+    assert sizes[0] < sizes[1] and any(
+        f"between {sizes[0]:,} and {sizes[1]:,} b" in n for n in result.notices
+    )
     with pytest.raises(UsageError, match="tokenizers differ"):
         evaluate([a, b], docs, window=16, device="cpu", against=a)
     with pytest.raises(UsageError, match="same text"):
         evaluate([a, b], docs, window=16, device="cpu", max_tokens=10)
-    rolling = evaluate([a, b], docs, protocol="rolling", device="cpu").models[1]
+    whole = evaluate([a, b], docs, protocol="rolling", device="cpu")
+    assert not any("not quite" in n for n in whole.notices)
+    rolling = whole.models[1]
     assert rolling.paired is not None  # the same bytes, document by document
 
 
@@ -719,6 +728,42 @@ def test_gates_that_cannot_be_judged(pair: tuple[Path, Path], corpus: Path) -> N
     result.models.pop()
     with pytest.raises(UsageError, match="two models"):
         check_gates(result, max_ppl_ratio=2)
+
+
+@pytest.mark.parametrize(
+    ("limits", "said"),
+    [
+        ({"max_ppl_ratio": math.nan}, "--max-ppl-ratio nan"),
+        ({"max_ppl_ratio": -1.0}, "--max-ppl-ratio -1"),
+        ({"max_ppl_ratio": math.inf}, "--max-ppl-ratio inf"),
+        ({"min_agreement": 98.0}, "--min-agreement 98"),
+        ({"min_agreement": math.nan}, "--min-agreement nan"),
+    ],
+)
+def test_limits_that_mean_nothing(compared: EvaluateResult, limits: dict[str, float], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        check_gates(compared, **limits)
+    with pytest.raises(UsageError, match=said):
+        check_limits(2, True, **limits)
+
+
+def test_against_comes_first_wherever_it_is_named(pair: tuple[Path, Path], corpus: Path) -> None:
+    """Else a gate would hold the original against the converted model."""
+    first, second = map(str, pair)
+    for models in ([second, first], [second, f"{first}/"], [second], second):
+        config = EvaluateConfig(models, corpus, against=first)
+        assert [s.rstrip("/") for s in config.subjects] == [first, second]
+    result = evaluate([second, first], corpus, against=first, window=32, device="cpu")
+    assert [m.path for m in result.models] == [first, second]
+    assert result.models[0].top1_agreement is None
+    check_gates(result, min_agreement=result.models[1].top1_agreement)
+
+
+def test_a_pipe_is_refused_where_the_text_is_read_twice(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(DataError, match="only once"):
+        evaluate(pair, pipe, window=32, device="cpu")
 
 
 def test_gate_over_other_tokens_goes_by_bytes() -> None:

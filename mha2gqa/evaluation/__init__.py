@@ -1,7 +1,7 @@
 """Evaluation: token-exact loss, perplexity and bits per byte of several models on the same text."""
 
 from .comparison import evaluate
-from .gates import check_gates, measure_gates, perplexity_ratio, require
+from .gates import check_gates, check_limits, measure_gates, perplexity_ratio, require
 from .results import (
     Agreement,
     EvaluateConfig,
@@ -31,6 +31,7 @@ __all__ = [
     "block_loss",
     "bootstrap",
     "check_gates",
+    "check_limits",
     "evaluate",
     "measure_gates",
     "paired_test",

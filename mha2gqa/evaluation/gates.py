@@ -10,6 +10,44 @@ from ..errors import GateError, UsageError
 from .results import EvaluateResult
 
 
+def check_limits(
+    models: int,
+    against: bool,
+    *,
+    max_ppl_ratio: float | None = None,
+    min_agreement: float | None = None,
+    fail_if_worse: bool = False,
+) -> None:
+    """Refuse gates that could not be judged, or that nothing could pass or fail, before anything is scored.
+
+    Args:
+        models: How many models are scored, the reference included.
+        against: Whether agreement is measured.
+        max_ppl_ratio, min_agreement, fail_if_worse: As `measure_gates`.
+
+    Raises:
+        UsageError: Which gate, and what it needs.
+    """
+    if max_ppl_ratio is not None and not 0 < max_ppl_ratio < math.inf:
+        raise UsageError(
+            "is no ratio of perplexities",
+            where=f"--max-ppl-ratio {max_ppl_ratio:g}",
+            fix="give a positive number such as 1.02",
+        )
+    if min_agreement is not None and not 0 <= min_agreement <= 1:
+        raise UsageError(
+            "is no share of the tokens",
+            where=f"--min-agreement {min_agreement:g}",
+            fix="give 0 to 1, as 0.98",
+        )
+    if models < 2 and (fail_if_worse or max_ppl_ratio is not None or min_agreement is not None):
+        raise UsageError("a gate needs two models", where="evaluate", fix="give the original first")
+    if min_agreement is not None and not against:
+        raise UsageError(
+            "agreement was not measured", where="--min-agreement", fix="name the original with --against"
+        )
+
+
 def measure_gates(
     models: Sequence[Mapping[str, Any]],
     *,
@@ -29,14 +67,21 @@ def measure_gates(
         One entry for each gate and model: `gate, model, limit, value, ok`.
 
     Raises:
-        UsageError: A gate that cannot be evaluated on these models.
+        UsageError: As `check_limits`.
     """
     wanted = (max_ppl_ratio, min_agreement, fail_if_worse or None)
     if all(limit is None for limit in wanted):
         return []
-    if len(models) < 2:
-        raise UsageError("a gate needs two models", where="evaluate", fix="give the original first")
-    reference, gates = models[0], []
+    measured = all(row.get("top1_agreement") is not None for row in models[1:])
+    check_limits(
+        len(models),
+        measured,
+        max_ppl_ratio=max_ppl_ratio,
+        min_agreement=min_agreement,
+        fail_if_worse=fail_if_worse,
+    )
+    reference: Mapping[str, Any] = models[0]
+    gates: list[dict[str, Any]] = []
     for row in models[1:]:
         ratio = perplexity_ratio(row, reference)
         if max_ppl_ratio is not None:
@@ -44,14 +89,8 @@ def measure_gates(
         if fail_if_worse:
             gates.append(_gate("fail_if_worse", row, 1.0, ratio, below=True))
         if min_agreement is not None:
-            value = row.get("top1_agreement")
-            if value is None:
-                raise UsageError(
-                    "agreement was not measured",
-                    where="--min-agreement",
-                    fix="name the original with --against",
-                )
-            gates.append(_gate("min_agreement", row, min_agreement, float(value), below=False))
+            value = float(row["top1_agreement"])
+            gates.append(_gate("min_agreement", row, min_agreement, value, below=False))
     return gates
 
 

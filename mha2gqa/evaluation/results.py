@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,7 +41,8 @@ class EvaluateConfig:
     """Everything `evaluate` can be told.
 
     Args:
-        models: Folders, Hub ids or `LoadedModel`s; the first is what the others are compared to.
+        models: Folders, Hub ids or `LoadedModel`s; the first is what the others are compared to, unless
+            `against` names another.
         data: Text, as `read_documents` takes it.
         text_column: Key or column of the text.
         protocol: `window`, `blocks`, `wikitext2` or `rolling`; encoder-decoders are scored by
@@ -82,18 +84,24 @@ class EvaluateConfig:
 
     @property
     def subjects(self) -> list[Subject]:
-        """The models in order, the one to compare `against` first if it is not among them."""
+        """The models in order, but first of all the one to compare `against`."""
         one = isinstance(self.models, str | Path | LoadedModel)
         listed: list[Subject] = [self.models] if one else list(self.models)  # type: ignore[list-item, arg-type]
-        names = [name_of(subject) for subject in listed]
-        if self.against is not None and name_of(self.against) not in names:
-            listed.insert(0, self.against)
-        return listed
+        if self.against is None:
+            return listed
+        same = [i for i, subject in enumerate(listed) if _key(subject) == _key(self.against)]
+        first = listed.pop(same[0]) if same else self.against
+        return [first, *listed]
 
 
 def name_of(subject: Subject) -> str:
     """What a model is called in results."""
     return subject.name if isinstance(subject, LoadedModel) else str(subject)
+
+
+def _key(subject: Subject) -> str:
+    """Equal for one folder however its path is spelled."""
+    return name_of(subject) if isinstance(subject, LoadedModel) else os.path.normpath(subject)
 
 
 @dataclass(frozen=True)

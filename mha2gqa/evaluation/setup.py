@@ -6,13 +6,14 @@ import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..data import Document, block_tokens, read_records
 from ..data.spans import ENCODER_TOKENS
-from ..errors import UsageError
+from ..errors import DataError, UsageError
 from ..kv_cache import known_config
 from ..loading import load_config_json, load_tokenizer, resolve_device, resolve_dtype, stored_dtype
 from .results import EvaluateConfig, LoadedModel, Subject, name_of
@@ -96,14 +97,14 @@ def prepare(config: EvaluateConfig) -> Setup:
     for name, value in (("batch-size", config.batch_size), ("max-tokens", config.max_tokens)):
         if value is not None and value < 1:
             raise UsageError("must be at least 1", where=f"--{name} {value}")
+    _check_readable_again(config)
     check_tasks(config.tasks)
     notices: list[str] = []
     config = _for_kind(config, notices)
     entries = [_entry(subject, config) for subject in config.subjects]
     for entry in entries:
         _check_kind(entry, config.protocol)
-    against = None if config.against is None else name_of(config.against)
-    reference = next((e for e in entries if e.name == against), None)
+    reference = None if config.against is None else entries[0]
     window = _window(config, entries, notices)
     stride = _stride(config, window, notices)
     device = resolve_device(config.device)
@@ -113,6 +114,21 @@ def prepare(config: EvaluateConfig) -> Setup:
         _check_fair(config, reference)
         notices.append("the models' tokenizers differ: only bits per byte can be compared")
     return Setup(config, entries, reference, window, stride, dtype, device, same, notices)
+
+
+def _check_readable_again(config: EvaluateConfig) -> None:
+    """Refuse a pipe where the text is read once for each model: the second would get what is left of it."""
+    sources = config.data if isinstance(config.data, list | tuple) else [config.data]
+    for source in sources:
+        if not isinstance(source, str | Path) or len(config.subjects) < 2:
+            continue
+        path = Path(source).expanduser()
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise DataError(
+                "a pipe can be read only once, the text is read for each model",
+                where=source,
+                fix="write the text to a file first",
+            )
 
 
 def read(config: EvaluateConfig) -> Iterator[Document]:

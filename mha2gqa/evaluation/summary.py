@@ -41,6 +41,12 @@ def summarise(setup: Setup, sources: Sources, documents: int) -> EvaluateResult:
         comparison="tokens" if same else "bits_per_byte",
         notices=setup.notices,
     )
+    scored = {model.bytes for model in result.models}
+    if not same and len(scored) > 1:
+        result.notices.append(
+            f"not quite the same text: between {min(scored):,} and {max(scored):,} bytes were scored (a document's "
+            "first token may have no context); --protocol rolling scores every byte"
+        )
     for entry, model in zip(entries, result.models, strict=True):
         if not math.isfinite(model.bits_per_byte):
             result.notices.append(f"{entry.name}: the loss is {model.bits_per_byte}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -110,6 +111,11 @@ def check_recipe(recipe: Recipe) -> None:
         "output": recipe.output,
         "evaluate.data": recipe.evaluate.data,
     }
+    limit = recipe.report.max_ppl_ratio
+    if limit is not None and not 0 < limit < math.inf:
+        raise UsageError(
+            f"{limit:g} is no ratio of perplexities", where="recipe: report.max_ppl_ratio", fix="such as 1.02"
+        )
     if recipe.sweep is None:
         needed["convert.groups"] = recipe.convert.groups
     if recipe.uptrain is not None:

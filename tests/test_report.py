@@ -36,6 +36,7 @@ from mha2gqa.report import (
     write_pictures,
     write_report,
 )
+from mha2gqa.report.tables import fixed
 
 
 def row(role: str, loss: float, perplexity: float, bits: float, kv: int) -> dict[str, Any]:
@@ -154,6 +155,19 @@ def test_other_tokenizers_are_compared_by_bits_per_byte() -> None:
     assert "+0.5 % (bits/byte)" in headline(sample(models=rows))
 
 
+def test_equal_counts_of_other_tokens_are_still_compared_by_bits_per_byte() -> None:
+    rows = [{**r, "loss": None, "perplexity": None} for r in ROWS[:2]]
+    assert models_table(sample(models=rows)).splitlines()[-1].split()[3:6] == ["+1.6", "%", "(bits/byte)"]
+
+
+def test_a_loss_of_thirty_digits_does_not_widen_the_table() -> None:
+    assert [fixed(x) for x in (3.7484e30, 999_999_999.0, -2e9)] == [
+        "3.75e+30",
+        "999,999,999.000",
+        "-2.00e+09",
+    ]
+
+
 def test_infinite_loss_is_shown_and_does_not_crash() -> None:
     rows = [
         ROWS[0],
@@ -188,7 +202,36 @@ def test_front_matter_guesses_nothing() -> None:
         and not hub_name("a/b/c")
         and not hub_name("/a")
         and not hub_name("a")
+        and not hub_name("data/*.jsonl")
     )
+
+
+def test_a_folder_here_is_no_hub_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`models/llama` and `data/valid.jsonl` read like names of the Hub: what is there decides."""
+    (tmp_path / "acme" / "ref-llama-30m").mkdir(parents=True)
+    (tmp_path / "acme" / "valid.jsonl").touch()
+    monkeypatch.chdir(tmp_path)
+    report = sample(data={"paths": ["acme/valid.jsonl"]})
+    front = front_matter(report)
+    assert "base_model" not in front and "huggingface.co" not in model_card(report)
+    assert front["model-index"][0]["results"][0]["dataset"]["type"] == "valid.jsonl"
+
+
+def test_a_dataset_of_the_hub_is_named_without_its_split() -> None:
+    front = front_matter(sample(data={"paths": ["allenai/c4:en:validation"]}))
+    assert front["model-index"][0]["results"][0]["dataset"]["type"] == "allenai/c4"
+
+
+def test_the_card_says_how_this_result_is_loaded() -> None:
+    usual = model_card(sample())
+    assert 'AutoModelForCausalLM.from_pretrained("PATH_OR_NAME", dtype="auto")' in usual
+    report = sample(auto_class="AutoModelForSeq2SeqLM", own_code=True)
+    assert (
+        'AutoModelForSeq2SeqLM.from_pretrained("PATH_OR_NAME", dtype="auto", trust_remote_code=True)'
+        in model_card(report)
+    )
+    results = front_matter(report)["model-index"][0]["results"]
+    assert results[0]["task"]["type"] == "text2text-generation"
 
 
 def test_markdown_has_table_limits_and_recipe() -> None:

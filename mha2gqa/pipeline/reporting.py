@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from ..loading import load_config_json
 from ..recipe import Recipe
 from ..report import Report, hub_name
 from ..results import versions
@@ -80,9 +81,20 @@ def build_report(outcome: Outcome, command: str = "", frontier: Sequence[Mapping
         license=recipe.report.license or source_license(outcome.source),
         datasets=hub_datasets(recipe),
         provenance=provenance(outcome),
+        **how_to_load(outcome.convert),
         recipe=recipe.to_yaml(),
         command=command,
     )
+
+
+def how_to_load(convert: Mapping[str, Any]) -> dict[str, Any]:
+    """The words of `Report` that say what loading the result of `convert` takes."""
+    folder = convert.get("output")
+    if not folder:
+        return {}
+    config = load_config_json(str(folder))
+    kind = "Seq2SeqLM" if config.get("is_encoder_decoder") else "CausalLM"
+    return {"auto_class": f"AutoModelFor{kind}", "own_code": "auto_map" in config}
 
 
 def title(recipe: Recipe, groups: int | None) -> str:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+import re
+from pathlib import Path
 from typing import Any
 
 import yaml
 
 from .content import COLUMNS, Report, differences, headline, limits, model_rows, scoring
 from .tables import markdown_table
+
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w-]*/[A-Za-z0-9_][\w.-]*")
 
 
 def markdown(report: Report) -> str:
@@ -22,9 +26,10 @@ def markdown(report: Report) -> str:
 def model_card(report: Report) -> str:
     """A Hugging Face model card: front matter (base model, license, datasets, results) and the report."""
     front = yaml.safe_dump(front_matter(report), sort_keys=False, allow_unicode=True)
+    consent = ", trust_remote_code=True" if report.own_code else ""
     usage = (
-        "## Use\n\n```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-        'model = AutoModelForCausalLM.from_pretrained("PATH_OR_NAME", dtype="auto")\n'
+        f"## Use\n\n```python\nfrom transformers import {report.auto_class}, AutoTokenizer\n\n"
+        f'model = {report.auto_class}.from_pretrained("PATH_OR_NAME", dtype="auto"{consent})\n'
         'tokenizer = AutoTokenizer.from_pretrained("PATH_OR_NAME")\n```'
     )
     base = (
@@ -57,13 +62,14 @@ def front_matter(report: Report) -> dict[str, Any]:
     if report.datasets:
         front["datasets"] = list(report.datasets)
     metrics = _metrics(report)
+    task = "text2text-generation" if "Seq2Seq" in report.auto_class else "text-generation"
     if metrics:
         front["model-index"] = [
             {
                 "name": report.title,
                 "results": [
                     {
-                        "task": {"type": "text-generation"},
+                        "task": {"type": task},
                         "dataset": {"name": _dataset_name(report), "type": _dataset_name(report)},
                         "metrics": metrics,
                     }
@@ -86,18 +92,13 @@ def _metrics(report: Report) -> list[dict[str, Any]]:
 def _dataset_name(report: Report) -> str:
     files = report.data.get("paths") or ["held-out text"]
     first = files if isinstance(files, str) else str(files[0])
-    return first.rstrip("/").rsplit("/", 1)[-1] if not hub_name(first) else first
+    bare = first.split(":", 1)[0]  # of NAME:CONFIG:SPLIT
+    return bare if hub_name(bare) else first.rstrip("/").rsplit("/", 1)[-1]
 
 
 def hub_name(text: str) -> bool:
-    """Whether `text` reads as `owner/name` of the Hub rather than as a path."""
-    owner, slash, name = text.partition("/")
-    return (
-        bool(slash and owner and name)
-        and "/" not in name
-        and not text.startswith((".", "~"))
-        and "." not in owner
-    )
+    """Whether `text` is `owner/name` of the Hub: it reads so, and no file or folder here has that path."""
+    return HUB_NAME.fullmatch(text) is not None and not Path(text).exists()
 
 
 def _body(report: Report) -> str:

@@ -34,6 +34,8 @@ class Report:
         license: Of the source; None where unknown.
         datasets: Hub names of text used for calibration or uptraining.
         provenance: Ordered label -> text.
+        auto_class: The class of transformers that loads the result.
+        own_code: Whether modelling code travels with the result.
         recipe: The effective recipe as YAML.
         command: What was typed.
     """
@@ -56,6 +58,8 @@ class Report:
     license: str | None = None
     datasets: Sequence[str] = ()
     provenance: Mapping[str, str] = field(default_factory=dict)
+    auto_class: str = "AutoModelForCausalLM"
+    own_code: bool = False
     recipe: str = ""
     command: str = ""
 
@@ -102,8 +106,12 @@ def model_rows(models: Sequence[Row], decimals: int = 4) -> list[list[str]]:
 
 
 def compare(row: Row, original: Row) -> str:
-    """Change of perplexity, or of bits per byte where the two models count different tokens."""
-    if row.get("tokens") == original.get("tokens"):
+    """Change of perplexity, or of bits per byte where the two models count different tokens.
+
+    Their number may be the same by chance: rows that cannot be compared by tokens have no perplexity.
+    """
+    rows = (row, original)
+    if row.get("tokens") == original.get("tokens") and all(r.get("perplexity") is not None for r in rows):
         return ratio_text(row.get("perplexity"), original.get("perplexity"))
     return f"{ratio_text(row.get('bits_per_byte'), original.get('bits_per_byte'))} (bits/byte)"
 

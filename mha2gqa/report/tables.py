@@ -71,6 +71,8 @@ def fixed(value: Any, decimals: int = 3) -> str:
         return "–"
     if isinstance(value, str):
         return value
+    if math.isfinite(value) and abs(value) >= 1e9:  # a broken model's loss: thirty digits tell nothing
+        return f"{value:.2e}"
     return f"{value:,.{decimals}f}" if math.isfinite(value) else str(value)
 
 

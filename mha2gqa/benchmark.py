@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .errors import UsageError
 from .evaluation.setup import context_length
-from .kv_cache import decode_step_bytes, kv_bytes
+from .kv_cache import decode_step_bytes, kv_bytes, step_weight_bytes
 from .loading import load_config_json, load_model, resolve_device, resolve_dtype, stored_dtype
 from .results import Result
 
@@ -96,10 +96,7 @@ def bench(
                 fix="lower --context or --new-tokens",
             )
         seconds = decode_seconds(model, batch, context, new_tokens)
-        weights = sum(p.numel() * p.element_size() for p in model.parameters())
-        result.models.append(
-            _row(path, config, model, seconds, weights, batch, context, bandwidth, number.itemsize)
-        )
+        result.models.append(_row(path, config, model, seconds, batch, context, bandwidth, number.itemsize))
         del model
     return result
 
@@ -150,20 +147,21 @@ def _row(
     config: dict[str, Any],
     model: PreTrainedModel,
     seconds: float,
-    weights: int,
     batch: int,
     context: int,
     bandwidth: float | None,
     itemsize: int,
 ) -> dict[str, Any]:
     sizes: dict[str, Any] = {"context": context, "batch": batch, "dtype_bytes": itemsize}
-    step = decode_step_bytes(config, weight_bytes=weights, **sizes)
+    stored = {name: p.numel() * p.element_size() for name, p in model.named_parameters()}
+    read = step_weight_bytes(config, stored, batch)
+    step = decode_step_bytes(config, weight_bytes=read, **sizes)
     return {
         "path": path,
         "tokens_per_second": batch / seconds,
         "milliseconds_per_step": seconds * 1e3,
         "kv_bytes": kv_bytes(config, **sizes),
-        "weight_bytes": weights,
+        "weight_bytes": sum(stored.values()),
         "step_bytes": step,
         "bytes_per_second": step / seconds,
         "share_of_bandwidth": None if bandwidth is None else step / seconds / bandwidth,

@@ -24,6 +24,22 @@ class Mha2gqaError(Exception):
         super().__init__(" ".join((message if fix is None else f"{message}; {fix}").split()))
 
 
+def reason(error: BaseException, limit: int = 200) -> str:
+    """What a library said, for a message of one line: line breaks closed up, lists of hundreds cut."""
+    words = " ".join(str(error).split()) or type(error).__name__
+    return words if len(words) <= limit else words[:limit].rsplit(" ", 1)[0] + " …"
+
+
+def config_refusals() -> tuple[type[Exception], ...]:
+    """What transformers raises for a config that it will not build.
+
+    To be called where such an error has come up: the import loads an HTTP client.
+    """
+    from huggingface_hub.errors import StrictDataclassError
+
+    return (ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError, StrictDataclassError)
+
+
 class UsageError(Mha2gqaError):
     """An option, argument or recipe that cannot be meant as given."""
 

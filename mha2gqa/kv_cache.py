@@ -6,12 +6,13 @@ and head width, sliding windows capped, recurrent and KV-sharing layers free, la
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from .errors import CheckpointError
+from .errors import CheckpointError, config_refusals, reason
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "half": 2}
 
@@ -22,6 +23,8 @@ IGNORE_KV_HEADS = frozenset(
 MULTI_QUERY = frozenset({"falcon", "gpt_bigcode"})  # `multi_query` caches one head
 NO_CACHE = frozenset({"linear_attention", "mamba", "mamba2", "conv", "recurrent", "rwkv", "moe", "mlp"})
 SLIDING = frozenset({"sliding_attention", "chunked_attention", "hybrid_sliding"})
+
+ROUTED_EXPERTS = re.compile(r"(^|\.)experts\.")  # `shared_experts` are read for every token
 
 
 @dataclass(frozen=True)
@@ -157,6 +160,34 @@ def decode_step_bytes(
     return weight_bytes + kv_bytes(config, context=context, batch=batch, dtype_bytes=dtype_bytes)
 
 
+def step_weight_bytes(config: Mapping[str, Any], tensors: Mapping[str, int], batch: int = 1) -> int:
+    """Bytes of the weights that one decode step reads: of a mixture of experts, only those that are asked.
+
+    Args:
+        config: The raw `config.json`.
+        tensors: Bytes of every tensor by name.
+        batch: Sequences; their tokens are taken to choose experts evenly and independently.
+
+    Returns:
+        All bytes where there are no routed experts, or the config does not say how many a token asks.
+
+    Example:
+        >>> moe = {"num_local_experts": 8, "num_experts_per_tok": 2}
+        >>> step_weight_bytes(moe, {"q.weight": 10, "mlp.experts.down_proj": 800})
+        210
+    """
+    total = sum(tensors.values())
+    routed = sum(size for name, size in tensors.items() if ROUTED_EXPERTS.search(name))
+    if not routed:
+        return total
+    values = known_config(config)
+    count = _first(values, "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+    asked = _first(values, "num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_k", "top_k")
+    if not (isinstance(count, int) and isinstance(asked, int) and 0 < asked < count):
+        return total
+    return total - round(routed * (1 - asked / count) ** batch)
+
+
 def known_config(config: Mapping[str, Any]) -> Any:
     """A raw config (of its text model) as an object: transformers' class for its type, or its bare keys.
 
@@ -170,9 +201,12 @@ def known_config(config: Mapping[str, Any]) -> Any:
         return SimpleNamespace(**text)
     try:
         return CONFIG_MAPPING[model_type].from_dict(text)
-    except (ValueError, TypeError, KeyError, ZeroDivisionError) as error:
-        reason = " ".join(str(error).split())
-        raise CheckpointError(f"transformers refuses it ({reason})", where="config.json") from error
+    except config_refusals() as error:
+        raise CheckpointError(
+            f"transformers refuses it ({reason(error)})",
+            where="config.json",
+            fix="restore the model's config",
+        ) from error
 
 
 # --- reading a config ----------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from safetensors import SafetensorError
 
-from .errors import CheckpointError, UsageError
+from .errors import CheckpointError, UsageError, config_refusals, reason
 from .modeling import register
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ DTYPES = {
     "float64": torch.float64,
 }
 # What transformers and its readers raise for a folder that cannot be loaded.
-LOAD_ERRORS = (
+LOAD_ERRORS: tuple[type[Exception], ...] = (
     OSError,
     ValueError,
     KeyError,
@@ -152,9 +152,9 @@ def load_tokenizer(
 
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, revision=revision)
-    except LOAD_ERRORS as error:
+    except LOAD_ERRORS + config_refusals() as error:
         raise CheckpointError(
-            f"its tokenizer cannot be loaded ({_first_line(error)})",
+            f"its tokenizer cannot be loaded ({reason(error)})",
             where=path,
             fix="copy the original model's tokenizer files beside the weights",
         ) from error
@@ -212,9 +212,9 @@ def load_model(
                 ignore_mismatched_sizes=True,  # reported in `info`, and refused below with the rest
                 **common,
             )
-        except LOAD_ERRORS as error:
+        except LOAD_ERRORS + config_refusals() as error:
             raise CheckpointError(
-                f"cannot be loaded ({_first_line(error)})",
+                f"cannot be loaded ({reason(error)})",
                 where=path,
                 fix="check config.json and that no file is missing",
             ) from error
@@ -345,8 +345,3 @@ def _quiet() -> Iterator[None]:
         logging.set_verbosity(level)
         if bars:
             logging.enable_progress_bar()
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return (lines[0] if lines else type(error).__name__)[:300]

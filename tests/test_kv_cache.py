@@ -9,7 +9,14 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from mha2gqa.errors import CheckpointError
-from mha2gqa.kv_cache import decode_step_bytes, kv_bytes, kv_bytes_per_token, kv_layers, max_batch
+from mha2gqa.kv_cache import (
+    decode_step_bytes,
+    kv_bytes,
+    kv_bytes_per_token,
+    kv_layers,
+    max_batch,
+    step_weight_bytes,
+)
 
 SIZES = {
     "vocab_size": 32,
@@ -134,6 +141,25 @@ def test_encoder_decoder_counts_self_and_cross() -> None:
     whisper = {"model_type": "whisper", "decoder_layers": 2, "decoder_attention_heads": 4, "d_model": 32}
     raw = {**whisper, "is_encoder_decoder": True, "num_key_value_heads": 1, "encoder_attention_heads": 1}
     assert kv_bytes_per_token(raw) == 2 * 2 * 2 * 32 * 4
+
+
+def test_a_step_reads_the_experts_that_are_asked() -> None:
+    """One token reads 2 of 8; of n tokens each leaves an expert alone with 3/4. Shared experts are always read."""
+    config = {"num_local_experts": 8, "num_experts_per_tok": 2}
+    sizes = {"q.weight": 1000, "m.experts.gate_up_proj": 6000, "m.experts.3.w2.weight": 2000}
+    sizes |= {"m.shared_experts.w2.weight": 100, "m.gate.weight": 10}
+    assert step_weight_bytes(config, sizes, 1) == 1110 + 8000 * 2 / 8
+    assert step_weight_bytes(config, sizes, 2) == 1110 + 8000 * (1 - 0.75**2)
+    assert step_weight_bytes(config, sizes, 10_000) == 9110
+    assert step_weight_bytes({}, sizes) == 9110  # what is not known is not guessed
+    assert step_weight_bytes(LLAMA_2_7B, {"q.weight": 7}) == 7
+
+
+@pytest.mark.parametrize("changes", [{"num_attention_heads": 33}, {"num_attention_heads": "32"}])
+def test_a_config_that_transformers_refuses_is_one_line(changes: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointError, match=r"config.json: transformers refuses it .*33|'32'") as caught:
+        kv_bytes_per_token(LLAMA_2_7B | changes)
+    assert "\n" not in str(caught.value)
 
 
 def test_maximum_batch_and_decode_bytes() -> None:

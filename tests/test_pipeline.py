@@ -21,7 +21,7 @@ import mha2gqa
 from mha2gqa.benchmark import bench, longest_context
 from mha2gqa.checkpoint import open_checkpoint
 from mha2gqa.conversion import convert
-from mha2gqa.errors import CheckpointError, GateError, Mha2gqaError, UsageError
+from mha2gqa.errors import CheckpointError, GateError, Mha2gqaError, UnsupportedModelError, UsageError
 from mha2gqa.evaluation import PROTOCOLS, EvaluateConfig
 from mha2gqa.merging import MERGERS
 from mha2gqa.pipeline.builtin import resolve_data, resolve_model
@@ -140,6 +140,38 @@ def test_plan_of_public_configs(name: str, gigabytes: float) -> None:
     assert ceiling["after"] == pytest.approx(16 * 3.35e12 / found.decode["step_bytes"]["after"], rel=1e-3)
 
 
+def test_plan_says_where_the_context_ends_and_refuses_nothing_as_a_size() -> None:
+    config = CONFIGS / "llama-2-7b.json"
+    assert plan(config, context=4096).warnings == []
+    (warning,) = plan(config, context=5000).warnings
+    assert warning == "--context 5,000 is longer than the 4,096 tokens the model was built for"
+    for name in ("context", "gpu_memory", "bandwidth"):
+        with pytest.raises(UsageError, match=rf"--{name.replace('_', '-')} 0: must be more than 0"):
+            plan(config, **{name: 0})
+
+
+def test_plan_of_a_mixture_moves_the_experts_that_are_asked(tmp_path: Path) -> None:
+    config = {"model_type": "mixtral", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+              "num_attention_heads": 4, "num_key_value_heads": 4, "num_local_experts": 8,
+              "num_experts_per_tok": 2, "vocab_size": 64, "dtype": "bfloat16"}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = plan(tmp_path, groups=4, context=10)
+    experts = 2 * 2 * 8 * 3 * 32 * 64  # bytes, layers, experts, matrices
+    cache = 2 * 2 * 2 * 4 * 8 * 10  # bytes, layers, k and v, heads, width, tokens
+    assert found.decode["step_bytes"]["after"] == found.bytes["after"] - experts * 6 // 8 + cache
+
+
+@pytest.mark.parametrize("changes", [{"model_type": "frob"}, {"num_attention_heads": 33}])
+def test_a_config_that_cannot_be_built_is_refused_in_one_short_line(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    config = json.loads((CONFIGS / "llama-2-7b.json").read_text()) | changes
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModelError, match=r"frob|33") as caught:
+        plan(tmp_path)
+    assert len(str(caught.value)) < 500 and "\n" not in str(caught.value)
+
+
 def test_suggested_groups_respect_tensor_parallelism() -> None:
     assert suggested([1, 2, 4, 8, 16, 32], 32, 1) == 8
     assert suggested([1, 2, 4, 8, 16, 32], 32, 16) == 16
@@ -244,7 +276,9 @@ def test_run_does_the_whole_job(finished: tuple[dict[str, Any], Any]) -> None:
         and "Which heads share" in page
         and "KV cache at batch 4, context 64" in page
     )
-    assert (out / "uptrained" / "README.md").read_text().startswith("---\nlibrary_name: transformers")
+    card = (out / "uptrained" / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: transformers")
+    assert 'AutoModelForCausalLM.from_pretrained("PATH_OR_NAME", dtype="auto")' in card
     assert json.loads((out / "result.json").read_text())["models"] == json.loads(json.dumps(result.models))
     assert "after uptraining" in result.headline
 
@@ -315,6 +349,7 @@ def test_dry_run_names_what_is_wrong_and_writes_nothing(model: Path, text: Path,
         ({"uptrain": good["uptrain"] | {"max_grad_nrom": 1}}, "did you mean max_grad_norm"),
         ({"uptrain": good["uptrain"] | {"tokens": 1}}, "0 steps"),
         ({"report": {"formats": ["pdf"]}}, "choose from|json, markdown"),
+        ({"report": {"max_ppl_ratio": -1.0}}, "no ratio of perplexities"),
         ({"source": ""}, "recipe: source"),
         ({"convert": {"groups": 2, "max_shard_size": "big"}}, "convert.max_shard_size"),
     ]

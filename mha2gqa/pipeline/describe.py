@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint import Checkpoint, itemsize, read_json
-from ..errors import CheckpointError, UnsupportedModelError
+from ..errors import CheckpointError, UnsupportedModelError, config_refusals, reason
 from ..loading import load_config_json
 from ..reexpress import Reexpression, shapes_of
 from ..reexpress import plan as plan_reexpression
 
+BUILD_ERRORS: tuple[type[Exception], ...] = (ImportError, RuntimeError)
 _DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "float64": "F64"}
 
 
@@ -126,10 +127,9 @@ def _from_config(source: str, config: dict[str, Any]) -> Description:
     try:
         with torch.device("meta"):
             model = auto.from_config(AutoConfig.for_model(config["model_type"], **values))
-    except (ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    except BUILD_ERRORS + config_refusals() as error:
         raise UnsupportedModelError(
-            f"no weights here, and no stock class can be built from the config ({reason})",
+            f"no weights here, and no stock class can be built from the config ({reason(error)})",
             where=source,
             fix="give the checkpoint folder itself",
         ) from error

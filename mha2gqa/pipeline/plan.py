@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from ..architectures import AttentionSpec, Geometry, find_spec, valid_groups
+from ..errors import UsageError
 from ..evaluation.setup import context_length
-from ..kv_cache import decode_step_bytes, kv_bytes, kv_bytes_per_token, max_batch
+from ..kv_cache import decode_step_bytes, kv_bytes, kv_bytes_per_token, max_batch, step_weight_bytes
 from ..loading import text_config
 from ..planning import Plan, plan_conversion, plan_sites
 from ..results import Result
@@ -110,6 +111,9 @@ def plan(
     Raises:
         UnsupportedModelError, UsageError, CheckpointError: As `convert` would.
     """
+    for name, value in (("context", context), ("gpu-memory", gpu_memory), ("bandwidth", bandwidth)):
+        if value is not None and value <= 0:
+            raise UsageError("must be more than 0", where=f"--{name} {value:g}")
     described = describe(source, revision)
     spec, geometries = _attention(described.reexpressed(None, as_))
     before, num_heads = max(g.num_kv_heads for g in geometries), geometries[0].num_heads
@@ -117,7 +121,8 @@ def plan(
     wanted = suggested(possible, before, tp) if groups is None else groups
     model = described.reexpressed(wanted, as_)
     chosen = plan_conversion(model.config, model.shapes, wanted)
-    context = context or context_length(described.config) or 4096
+    reach = context_length(described.config)
+    context = context or reach or 4096
     options = [_option(described.reexpressed(g, as_), g, batch, context, gpu_memory) for g in possible]
     now, then = (next(o for o in options if o["groups"] == g) for g in (before, wanted))
     return PlanResult(
@@ -143,11 +148,19 @@ def plan(
         warnings=[
             *(model.found.notes if model.found else ()),
             *chosen.warnings,
+            *_beyond(context, reach),
             *parallel_warnings(wanted, num_heads, tp),
         ],
         recommended=f"mha2gqa convert {source} {Path(str(source)).name}-gqa{wanted} --groups {wanted} "
         f"--calibration TEXT.jsonl{'' if as_ == 'auto' else f' --as {as_}'}",
     )
+
+
+def _beyond(context: int, reach: int | None) -> list[str]:
+    """What to know where the cache is asked for more tokens than the model takes."""
+    if reach is None or context <= reach:
+        return []
+    return [f"--context {context:,} is longer than the {reach:,} tokens the model was built for"]
 
 
 def _attention(model: Description) -> tuple[AttentionSpec, list[Geometry]]:
@@ -193,9 +206,10 @@ def changed_shapes(model: Description, decided: Plan) -> dict[str, tuple[int, ..
 def _option(model: Description, groups: int, batch: int, context: int, gpu_memory: float) -> dict[str, Any]:
     decided = plan_conversion(model.config, model.shapes, groups)
     shapes = changed_shapes(model, decided)
-    nbytes = sum(model.nbytes(name, shape) for name, shape in shapes.items())
+    stored = {name: model.nbytes(name, shape) for name, shape in shapes.items()}
+    nbytes = sum(stored.values())
     config = decided.config
-    sizes = {"context": context, "weight_bytes": nbytes}
+    read = step_weight_bytes(config, stored, batch)
     return {
         "groups": groups,
         "model_type": config["model_type"],
@@ -204,8 +218,8 @@ def _option(model: Description, groups: int, batch: int, context: int, gpu_memor
         "parameters": sum(math.prod(shape) for shape in shapes.values()),
         "kv_bytes_per_token": kv_bytes_per_token(config),
         "kv_bytes": kv_bytes(config, context=context, batch=batch),
-        "step_bytes": decode_step_bytes(config, batch=batch, **sizes),
-        "max_batch": max_batch(config, memory_bytes=gpu_memory, **sizes),
+        "step_bytes": decode_step_bytes(config, batch=batch, context=context, weight_bytes=read),
+        "max_batch": max_batch(config, memory_bytes=gpu_memory, context=context, weight_bytes=nbytes),
     }
 
 

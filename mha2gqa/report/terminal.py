@@ -36,7 +36,7 @@ def _plan(data: Data) -> str:
         f"Decoding at batch {decode['batch']}, context {decode['context']:,}: a step moves "
         f"{_change(decode['step_bytes'])}; at {box_size(decode['bandwidth'])}/s at most "
         f"{_change(decode['tokens_per_second_ceiling'], human_count)} tokens/s.",
-        f"Sequences that fit {box_size(decode['gpu_memory'])} beside the weights: "
+        f"Sequences that fit {box_size(decode['gpu_memory'])} beside the weights, a tenth kept free: "
         f"{_change(decode['max_batch'], str)}.",
         f"Converting writes {human_bytes(data['conversion']['disk_bytes'])}, needs about "
         f"{human_bytes(data['conversion']['memory_bytes'])} of memory and, at 500 MB/s of disk, about "

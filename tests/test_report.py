@@ -293,6 +293,13 @@ def test_page_is_self_contained_and_well_formed() -> None:
     assert len(page) < 400_000
 
 
+def test_paper_shows_what_is_folded_and_cuts_no_long_line() -> None:
+    style = html_page(sample())
+    printed = style[style.index("@media print") : style.index("</style>")]
+    assert "details::details-content { content-visibility: visible" in printed
+    assert re.search(r"pre \{ white-space: pre-wrap", printed)
+
+
 def test_page_escapes_what_users_wrote() -> None:
     page = html_page(sample(title="<b>x</b>", source='"><script>alert(1)</script>', recipe="a: <i>"))
     assert "<script" not in page and "<b>x" not in page and "&lt;i&gt;" in page

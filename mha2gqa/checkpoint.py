@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .errors import CheckpointError
+from .errors import CheckpointError, hub_refusals, reason
 
 MANIFEST = "mha2gqa.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -282,16 +282,14 @@ def open_checkpoint(source: str | Path, revision: str | None = None) -> Checkpoi
             "no such folder", where=source, fix="give a checkpoint folder or a hub id ORG/NAME"
         )
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
         local = snapshot_download(
             str(source), revision=revision, ignore_patterns=["*.gguf", "*.h5", "*.msgpack", "original/*"]
         )
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    except hub_refusals() as error:
         raise CheckpointError(
-            f"cannot be downloaded ({reason})",
+            f"cannot be downloaded ({reason(error)})",
             where=source,
             fix="check the name, HF_TOKEN for gated models, HF_HUB_OFFLINE",
         ) from error

@@ -40,6 +40,23 @@ def config_refusals() -> tuple[type[Exception], ...]:
     return (ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError, StrictDataclassError)
 
 
+def hub_refusals() -> tuple[type[Exception], ...]:
+    """What the Hub's client raises: no network, no such repository, no rights, offline, a malformed name.
+
+    To be called where such an error has come up, as `config_refusals`.
+    """
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        HFValidationError,
+        LocalTokenNotFoundError,
+        OfflineModeIsEnabled,
+    )
+
+    # Its HTTP library has changed its name more than once; connection errors have the same base there.
+    library = tuple(base for base in HfHubHTTPError.__bases__ if issubclass(base, Exception))
+    return (OSError, HFValidationError, LocalTokenNotFoundError, OfflineModeIsEnabled, *library)
+
+
 class UsageError(Mha2gqaError):
     """An option, argument or recipe that cannot be meant as given."""
 

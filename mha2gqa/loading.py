@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from safetensors import SafetensorError
 
-from .errors import CheckpointError, UsageError, config_refusals, reason
+from .errors import CheckpointError, UsageError, config_refusals, hub_refusals, reason
 from .modeling import register
 
 if TYPE_CHECKING:
@@ -71,9 +71,9 @@ def _hub_file(repo: str, name: str, revision: str | None) -> Path:
 
     try:
         return Path(hf_hub_download(repo, name, revision=revision))
-    except (OSError, ValueError) as error:  # no such repository or file, offline, malformed id
+    except hub_refusals() as error:  # no such repository or file, offline, malformed id
         raise CheckpointError(
-            f"neither a local folder nor a Hub model with {name} ({error})",
+            f"neither a local folder nor a Hub model with {name} ({reason(error)})",
             where=repo,
             fix="check the path, or that the model is in the cache when offline",
         ) from error

@@ -8,17 +8,20 @@ from pathlib import Path
 from typing import ClassVar
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from . import heads
 from .architectures import find_sites, find_spec, geometry
 from .checkpoint import MANIFEST, Checkpoint, open_checkpoint, read_json
-from .errors import Mha2gqaError
+from .errors import Mha2gqaError, config_refusals, reason
 from .merging import MERGERS, MergeContext
 from .modeling import exported_class, find_export, modeling_file
 from .reexpress import Reexpressed, as_architecture
 from .results import Result
 from .twin import Check, check_reexpression, check_twin, model_class, quiet
+
+UNLOADABLE: tuple[type[Exception], ...] = (RuntimeError, OSError, SafetensorError)  # besides a bad config
 
 
 @dataclass
@@ -125,8 +128,8 @@ def _loads(checkpoint: Checkpoint) -> Check:
             _, info = cls.from_pretrained(checkpoint.path, device_map="meta", output_loading_info=True)
     except ImportError as error:  # a vision tower that needs a package of its own
         return Check("loads", None, f"not checked: {str(error).strip().splitlines()[0]}")
-    except (RuntimeError, ValueError, TypeError, KeyError, OSError) as error:
-        return Check("loads", False, f"{cls.__name__}: {str(error).strip().splitlines()[0]}")
+    except UNLOADABLE + config_refusals() as error:
+        return Check("loads", False, f"{cls.__name__}: {reason(error)}")
     wrong = {kind: sorted(map(str, keys)) for kind, keys in info.items() if keys}
     return Check("loads", not wrong, f"{cls.__name__}: {wrong or 'no missing or unexpected tensor'}")
 

@@ -312,6 +312,15 @@ def test_verify_finds_what_is_wrong(pico: Path, tmp_path: Path) -> None:
     assert not verify(out).ok
 
 
+def test_bytes_too_many_are_a_failed_check(pico: Path, tmp_path: Path) -> None:
+    """The reader of weights raises an error of its own kind for a file longer than its header says."""
+    convert(pico, tmp_path / "out", 2)
+    with (tmp_path / "out" / "model.safetensors").open("ab") as file:
+        file.write(b"x")
+    (check,) = (check for check in verify(tmp_path / "out").checks if check.ok is False)
+    assert check.name in ("files", "loads") and "\n" not in check.detail
+
+
 def test_same_seed_same_bytes(pico: Path, tmp_path: Path) -> None:
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         convert(pico, tmp_path / name, 2, method="random", seed=seed)

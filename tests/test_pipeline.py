@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 import math
@@ -467,6 +468,9 @@ def test_push_verifies_first_and_uploads_only_when_asked(
             return type("Commit", (), {"commit_url": "https://hub.example/commit/1"})
 
     monkeypatch.setattr("huggingface_hub.HfApi", FakeApi)
+    for name in ("me/has space", "me/a..b", "nobody"):
+        with pytest.raises(UsageError, match=r"ORG/NAME|no name of the Hub"):
+            push(out, name, dry_run=True)
     dry = push(out, "me/model", dry_run=True)
     assert not calls and dry.url is None and "model.safetensors" in dry.files and ".cache/x" not in dry.files
     done = push(out, "me/model", private=True)
@@ -480,6 +484,45 @@ def test_push_verifies_first_and_uploads_only_when_asked(
         push(out, "model")
     with pytest.raises(UsageError, match="made by convert or uptrain"):
         push(model, "me/model")
+
+
+@pytest.mark.parametrize("answer", [None, 401, 500])
+def test_push_to_an_endpoint_that_fails_is_one_line(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: int | None
+) -> None:
+    """Nobody listens, or the answer is an error: over real HTTP, as the Hub's own client meets it."""
+    from http.server import BaseHTTPRequestHandler, HTTPServer
+    from threading import Thread
+
+    import huggingface_hub
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers.get("content-length", 0)))
+            self.send_response(answer or 200)
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    convert(model, tmp_path / "out", 2)
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    if answer is None:
+        server.server_close()
+    else:
+        Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    api = functools.partial(
+        huggingface_hub.HfApi, endpoint=f"http://127.0.0.1:{server.server_port}", token="hf_none"
+    )
+    monkeypatch.setattr("huggingface_hub.HfApi", api)
+    with pytest.raises(CheckpointError, match="me/model: the upload failed") as caught:
+        push(tmp_path / "out", "me/model")
+    assert "\n" not in str(caught.value)
+    if answer is not None:
+        server.shutdown()
+        server.server_close()
 
 
 def test_bench_measures_and_counts(model: Path, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint import Checkpoint, itemsize, read_json
-from ..errors import CheckpointError, UnsupportedModelError, config_refusals, reason
+from ..errors import CheckpointError, UnsupportedModelError, config_refusals, hub_refusals, reason
 from ..loading import load_config_json
 from ..reexpress import Reexpression, shapes_of
 from ..reexpress import plan as plan_reexpression
@@ -102,11 +102,12 @@ def _from_hub(source: str, revision: str | None) -> Description:
     """Shapes from the headers of the Hub's safetensors files; from the config where there are none."""
     config = load_config_json(source, revision=revision)
     from huggingface_hub import get_safetensors_metadata
-    from huggingface_hub.errors import HfHubHTTPError, NotASafetensorsRepoError, OfflineModeIsEnabled
+    from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError
 
+    unread: tuple[type[Exception], ...] = (NotASafetensorsRepoError, SafetensorsParsingError)
     try:
         found = get_safetensors_metadata(source, revision=revision)
-    except (HfHubHTTPError, NotASafetensorsRepoError, OfflineModeIsEnabled, OSError):
+    except unread + hub_refusals():
         return _from_config(source, config)
     shapes, dtypes = {}, {}
     for file in found.files_metadata.values():

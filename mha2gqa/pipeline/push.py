@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from ..checkpoint import MANIFEST
-from ..errors import CheckpointError, UsageError
+from ..errors import CheckpointError, UsageError, hub_refusals, reason
 from ..results import Result
 from ..verification import failed, verify
 
@@ -56,6 +56,7 @@ def push(
         raise UsageError(f"no {MANIFEST} there", where=folder, fix="give a folder made by convert or uptrain")
     if len([part for part in repo.split("/") if part]) != 2:
         raise UsageError("is not ORG/NAME", where=repo)
+    _check_name(repo)
     if broken := failed(verify(folder).checks):
         raise CheckpointError(f"check failed: {broken}", where=folder, fix="nothing was uploaded")
     files = sorted(p for p in folder.rglob("*") if p.is_file() and not _hidden(p.relative_to(folder)))
@@ -66,13 +67,23 @@ def push(
     return result
 
 
+def _check_name(repo: str) -> None:
+    """Refuse a name that the Hub does not take, also in a dry run."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(repo)
+    except HFValidationError as error:
+        raise UsageError(f"is no name of the Hub ({reason(error)})", where=repo) from error
+
+
 def _hidden(path: Path) -> bool:
     return any(part.startswith(".") for part in path.parts)
 
 
 def _upload(folder: Path, repo: str, private: bool, message: str) -> str:
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError, OfflineModeIsEnabled
 
     api = HfApi()
     try:
@@ -80,9 +91,10 @@ def _upload(folder: Path, repo: str, private: bool, message: str) -> str:
         done = api.upload_folder(
             folder_path=str(folder), repo_id=repo, commit_message=message, ignore_patterns=[".*", "**/.*"]
         )
-    except (HfHubHTTPError, LocalTokenNotFoundError, OfflineModeIsEnabled, OSError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    except hub_refusals() as error:
         raise CheckpointError(
-            f"the upload failed ({reason})", where=repo, fix="`hf auth login`, or check HF_TOKEN and the name"
+            f"the upload failed ({reason(error)})",
+            where=repo,
+            fix="`hf auth login`, or check HF_TOKEN, the name and the network",
         ) from error
     return str(done.commit_url)

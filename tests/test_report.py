@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import re
 import shutil
@@ -32,10 +33,13 @@ from mha2gqa.report import (
     markdown_table,
     model_card,
     models_table,
+    plots,
     text_table,
+    tiles,
     write_pictures,
     write_report,
 )
+from mha2gqa.report.content import best_rows
 from mha2gqa.report.tables import fixed
 
 
@@ -166,6 +170,34 @@ def test_a_loss_of_thirty_digits_does_not_widen_the_table() -> None:
         "999,999,999.000",
         "-2.00e+09",
     ]
+
+
+def test_a_sweep_is_told_by_its_best_result_at_each_g() -> None:
+    """Not by its last row, which is the worst of them here."""
+    losses = {(4, "mean"): 3.9, (4, "joint"): 3.4, (1, "joint"): 3.6, (1, "mean"): 5.0}
+    rows: list[dict[str, Any]] = [
+        ROWS[0],
+        *(
+            {**row("converted", loss, math.exp(loss), 1.3, 1024 * g), "label": f"G={g} {method}", "groups": g}
+            for (g, method), loss in losses.items()
+        ),
+    ]
+    report = sample(models=rows)
+    assert [name for _, name, _ in tiles(report)] == ["G=4 joint", "G=1 joint"]
+    told = "best of 4 results at each G: G=4 joint 29.964 (+9.4 %), G=1 joint 36.598 (+33.6 %)."
+    assert headline(report).endswith(told) and told in markdown(report)
+    page = html_page(report)
+    lines = page[page.index("Loss by length of context") : page.index("Residual of the merge")]
+    assert all(word in lines for word in ("G=4 joint", "G=1 joint")) and "mean" not in lines
+    assert best_rows(sample().models) == []
+
+
+def test_a_log_axis_has_more_ticks_than_powers_of_ten() -> None:
+    points = [
+        {"method": "m", "kv_bytes_per_token": 2**i, "perplexity": p} for i, p in ((8, 760.0), (9, 28.0))
+    ]
+    svg = plots.frontier_svg(points, None)
+    assert all(f">{tick}<" in svg for tick in (50, 100, 200, 500))
 
 
 def test_infinite_loss_is_shown_and_does_not_crash() -> None:

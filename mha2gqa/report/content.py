@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -164,9 +165,28 @@ def name_of(row: Row) -> str:
     return role or path
 
 
+def best_rows(models: Sequence[Row]) -> list[Row]:
+    """Of a sweep's rows, the one of least loss at each number of KV heads; nothing for other reports."""
+    best: dict[int, Row] = {}
+    for row in models:
+        groups, loss = row.get("groups"), row.get("loss")
+        if groups is None or not isinstance(loss, (int, float)) or not math.isfinite(loss):
+            continue
+        if groups not in best or loss < best[groups]["loss"]:
+            best[groups] = row
+    return [best[groups] for groups in sorted(best, reverse=True)]
+
+
 def headline(report: Report) -> str:
     """One sentence that says what was gained and what it costs, in measured figures only."""
     original, final = report.original, report.final
+    if original is not None and (best := best_rows(report.models)):
+        told = (
+            f"{name_of(row)} {perplexity_text(row.get('perplexity'))} ({compare(row, original)})"
+            for row in best
+        )
+        start = f"Perplexity {perplexity_text(original.get('perplexity'))} before"
+        return f"{start}; best of {len(report.models) - 1} results at each G: {', '.join(told)}."
     if original is None or final is None:
         return f"{len(report.models)} model(s) evaluated on the same text."
     cost = compare(final, original)
@@ -182,6 +202,8 @@ def tiles(report: Report) -> list[tuple[str, str, str]]:
     original, final = report.original, report.final
     if original is None or final is None:
         return []
+    if best := best_rows(report.models):
+        return [(compare(row, original), name_of(row), "perplexity, best at this G") for row in best]
     out = [(compare(final, original), "perplexity against the original", report.protocol)]
     before, after = original.get("kv_bytes_per_token"), final.get("kv_bytes_per_token")
     if before and after:

@@ -9,7 +9,18 @@ from importlib import resources
 from typing import Any
 
 from . import grids, plots
-from .content import COLUMNS, Report, differences, headline, limits, model_rows, name_of, scoring, tiles
+from .content import (
+    COLUMNS,
+    Report,
+    best_rows,
+    differences,
+    headline,
+    limits,
+    model_rows,
+    name_of,
+    scoring,
+    tiles,
+)
 from .tables import fixed
 
 _OPTIONAL = ("loss", "tokens", "bits/byte")  # columns that a phone leaves out
@@ -90,6 +101,16 @@ def _plots(report: Report) -> str:
         for row in report.models
         if row.get("kv_bytes_per_token") and row.get("role") != "uptrained"
     ]
+    compared = report.models
+    if best := best_rows(report.models):  # of a sweep: one line and one bar for each G
+        compared = [row for row in report.models if row is report.original] + best
+        bars = [
+            (f"G={row['groups']}", row["kv_bytes_per_token"], "converted")
+            if "groups" in row
+            else (name_of(row), row["kv_bytes_per_token"], "original")
+            for row in compared
+            if row.get("kv_bytes_per_token")
+        ]
     pictures = [
         ("Uptraining", plots.curves_svg(report.curves, marks), "Dashed: loss before uptraining."),
         *(
@@ -98,8 +119,9 @@ def _plots(report: Report) -> str:
         ),
         (
             "Loss by length of context",
-            plots.positions_svg({name_of(row): row.get("positions") or () for row in report.models}),
-            "Tokens with more context in front are easier; a gap that widens to the right costs long contexts.",
+            plots.positions_svg({name_of(row): row.get("positions") or () for row in compared}),
+            ("Best at each G. " if best else "")
+            + "Tokens with more context in front are easier; a gap that widens to the right costs long contexts.",
         ),
         (
             "KV cache",

@@ -116,6 +116,10 @@ def frontier_svg(points: Sequence[Mapping[str, Any]], original: Mapping[str, Any
         values = [p["perplexity"] for p in usable]
         if max(values) > 8 * min(values):
             axes.set_yscale("log")
+            low, high = axes.get_ylim()
+            powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)))
+            ticks = [m * 10.0**n for n in powers for m in (1, 2, 5) if low <= m * 10.0**n <= high]
+            axes.set_yticks(ticks, [f"{tick:,.15g}" for tick in ticks])  # 10² alone is no scale
         axes.set_xscale("log", base=2)
         axes.set_xticks(sizes, [human_bytes(size) for size in sizes])
         axes.minorticks_off()

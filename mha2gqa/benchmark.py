@@ -80,6 +80,9 @@ def bench(
         UsageError: More tokens than a model was built for.
         CheckpointError: A model cannot be loaded.
     """
+    for name, value in (("batch", batch), ("context", context), ("new-tokens", new_tokens)):
+        if value < 1:
+            raise UsageError("must be at least 1", where=f"--{name} {value}")
     paths = [str(models)] if isinstance(models, (str, Path)) else [str(path) for path in models]
     where = resolve_device(device)
     number = resolve_dtype(dtype, where, stored_dtype(load_config_json(paths[0])))

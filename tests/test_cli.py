@@ -140,6 +140,8 @@ def test_impossible_groups_list_the_valid_values(run: Run, pico: Path, tmp_path:
         (["evaluate", "a", "--data", "c", "--fail-if-worse"], 2, "a gate needs two models"),
         (["evaluate", "a", "--data", "c", "--output", "no/x.json"], 2, "there is no folder no"),
         (["evaluate", "a", "--data", "c", "--output", "."], 2, "is a folder"),
+        (["bench", "a", "--context", "0"], 2, "--context 0: must be at least 1"),
+        (["bench", "a", "--new-tokens", "0"], 2, "--new-tokens 0: must be at least 1"),
         (["plan", "a", "--context", "0"], 2, "--context 0: must be more than 0"),
         (["push", "./nowhere", "a/b"], 2, "no mha2gqa.json"),
     ],

@@ -53,7 +53,7 @@ def load_config_json(path: str | Path, *, revision: str | None = None) -> dict[s
         file = _hub_file(str(path), "config.json", revision)
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointError(
             "no config.json", where=path, fix="give a folder in the Hugging Face format"
         ) from error
@@ -201,7 +201,7 @@ def load_model(
     check_memory(path, raw, dtype, device)
     auto = _auto_class(raw, model_class)
     common = {"trust_remote_code": trust_remote_code, "revision": revision}
-    with _quiet():
+    with quiet():
         try:
             loaded: Any = auto.from_pretrained(
                 path,
@@ -332,8 +332,8 @@ def free_memory(device: torch.device) -> int | None:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep transformers' loading report and bar off stderr: the errors here say the same in one line."""
+def quiet() -> Iterator[None]:
+    """Keep transformers' reports and bars off stderr: the errors here say the same in one line."""
     from transformers.utils import logging
 
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()

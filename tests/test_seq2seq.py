@@ -21,7 +21,7 @@ from mha2gqa.loading import load_model, load_tokenizer
 from mha2gqa.uptraining import UptrainConfig, train_model, uptrain
 from mha2gqa.uptraining.batches import BlockOrder
 from mha2gqa.uptraining.budget import learning_rate_factor
-from mha2gqa.uptraining.objectives import SpanCollator, choose_objective, default_window
+from mha2gqa.uptraining.objectives import SpanCollator, choose_objective, choose_window
 
 WINDOW = 30
 
@@ -109,8 +109,8 @@ def test_kinds_of_models_and_protocols_that_do_not_go_together(tmp_path: Path, d
 
 
 def test_default_blocks_are_t5s_for_encoder_decoders_only() -> None:
-    assert default_window({"model_type": "t5"}) == 568
-    assert default_window({"model_type": "llama", "max_position_embeddings": 512}) == 512
+    assert choose_window(None, {"model_type": "t5"}, "m") == 568
+    assert choose_window(None, {"model_type": "llama", "max_position_embeddings": 512}, "m") == 512
 
 
 def collator() -> SpanCollator:

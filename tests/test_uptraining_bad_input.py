@@ -8,6 +8,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from training import family, write_text
 
 from mha2gqa import cli
 from mha2gqa.clitools import run_command
+from mha2gqa.errors import UsageError
 from mha2gqa.uptraining.workspace import Workspace
 
 WORDS = ["--window=16", "--batch-tokens=64", "--device=cpu", "--holdout=0.1"]
@@ -62,6 +64,92 @@ def error(models, tmp_path, capsys, monkeypatch) -> Call:
 )
 def test_budget(error, words, message, tmp_path):
     assert message in error("--original-tokens=1M", *words, code=2)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("learning_rate=-1", "learning_rate: -1.0 is no rate"),
+        ("learning_rate=0", "learning_rate: 0.0 is no rate"),
+        ("learning_rate=.nan", "learning_rate: nan is no rate"),
+        ("window=0", "window: 0 is too small"),
+        ("window=129", "window 129: longer than the context of"),
+        ("eval_steps=0", "eval_steps: 0 is too small"),
+        ("eval_steps=-3", "eval_steps: -3 is too small"),
+        ("save_steps=0", "save_steps: 0.0 are no steps"),
+        ("save_steps=-1", "save_steps: -1.0 are no steps"),
+        ("save_steps=2.5", "save_steps: 2.5 are no steps"),
+        ("warmup_steps=-3", "warmup_steps: -3.0 are no steps"),
+        ("temperature=.inf", "temperature: inf is not positive"),
+        ("lora_dropout=2", "lora_dropout: 2.0 is not a probability"),
+        ("lora_alpha=0", "lora_alpha: 0 is not positive"),
+        ("data_weights=[.nan]", "1 sources need as many positive weights"),
+        ("data_weights=[.inf]", "1 sources need as many positive weights"),
+        ("seed=-1", "seed: -1 is no seed"),
+        ("device=gpu", "device gpu: is not trained on; use auto, cpu or cuda"),
+        ("device=cuda:1", "CUDA_VISIBLE_DEVICES chooses the GPU"),
+        ("optim=foo", "training arguments: foo is not a valid OptimizerNames"),
+        ("report_to=foo", "training arguments: foo is not supported"),
+        ("max_grad_norm=foo", "max_grad_norm: 'foo' is not a number"),
+        ("bf16=maybe", "bf16: 'maybe' is not true or false"),
+        ("push_to_hub=true", "push_to_hub: is decided elsewhere; use mha2gqa push"),
+        ("save_only_model=true", "save_only_model: is decided elsewhere"),
+        ("enable_jit_checkpoint=true", "enable_jit_checkpoint: is decided elsewhere"),
+    ],
+)
+def test_words_that_cannot_be_meant(models, tmp_path, word, message):
+    """Refused by name, where they were taken for the default, did nothing, or failed later with a traceback."""
+    from mha2gqa.clitools import training_words
+    from mha2gqa.uptraining import uptrain
+
+    words = {"tokens": 256, "window": 16, "batch_tokens": 64, "device": "cpu"} | training_words([word])
+    with pytest.raises(UsageError) as caught:
+        uptrain(models[1], tmp_path / "up", models[2], **words)
+    assert message in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_words_that_exclude_each_other(error, tmp_path):
+    line = error("--tokens=256", "--set", "streaming=true", "--set", "dataloader_num_workers=2", code=2)
+    assert "dataloader_num_workers: each of them would read the whole stream" in line
+    line = error("--tokens=256", "--teacher=none", "--teacher-top-k=8", code=2)
+    assert "teacher_top_k: is of a teacher, and there is none" in line
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("package", ["wandb", "bitsandbytes"])
+def test_what_is_not_installed(error, tmp_path, package):
+    if find_spec(package) is not None:
+        pytest.skip(f"{package} is installed")
+    word = {"wandb": "report_to=wandb", "bitsandbytes": "optim=adamw_bnb_8bit"}[package]
+    line = error("--tokens=256", "--set", word, code=2)
+    assert "pip install" in line and package in line
+    assert not list(tmp_path.iterdir())
+
+
+def test_numbers_as_yaml_reads_them():
+    from mha2gqa.uptraining.arguments import check_training_args
+
+    given = {"weight_decay": "1e-3", "tf32": None, "neftune_noise_alpha": 5, "report_to": ["tensorboard"]}
+    assert check_training_args(given) == given | {"weight_decay": 1e-3, "neftune_noise_alpha": 5.0}
+
+
+def test_a_teacher_that_is_not_there_or_the_student_itself(models, error, tmp_path):
+    line = error("--tokens=256", f"--teacher={tmp_path / 'absent'}", code=1)
+    assert "neither a local folder nor a Hub model" in line and str(tmp_path / "absent") in line
+    assert "no config.json" in error("--tokens=256", f"--teacher={models[2]}", code=1)
+    line = error("--tokens=256", f"--teacher={models[1]}", code=2)
+    assert "is the model that is trained, which would learn nothing from itself" in line
+    assert not list(tmp_path.iterdir())
+
+
+def test_all_documents_held_out(models, error, tmp_path):
+    line = error("--tokens=256", f"--eval-data={models[2]}", code=1)
+    assert f"{models[2]}: all its 120 documents are held out; give other eval_data" in line
+    line = error("--tokens=256", f"--eval-data={models[2]}", "--set", "streaming=true", code=1)
+    assert "documents are held out" in line
+    assert "--data: an empty name" in error("--tokens=256", "--data=", code=1)
     assert not list(tmp_path.iterdir())
 
 
@@ -114,17 +202,53 @@ def test_output_of_another_run(models, error, tmp_path):
     assert f"{tmp_path / 'up'}: " in error("--tokens=256", code=2)
 
 
-def test_resuming_with_a_changed_recipe(models, error, tmp_path, monkeypatch):
+@pytest.fixture
+def full_at(monkeypatch) -> Callable[[int], None]:
+    """Let the device's memory be full at a step from 1."""
     from transformers import Trainer
 
-    def full(self, *args, **kwargs):
-        raise torch.OutOfMemoryError("CUDA out of memory")
+    step = Trainer.training_step
 
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "training_step", full)
-        line = error("--tokens=256", code=1)
+    def set_up(which: int) -> None:
+        calls: list[None] = []
+
+        def full(self, *args, **kwargs):
+            calls.append(None)
+            if len(calls) == which:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return step(self, *args, **kwargs)
+
+        monkeypatch.setattr(Trainer, "training_step", full)
+
+    return set_up
+
+
+def test_too_little_memory_at_the_first_step(models, error, tmp_path, full_at):
+    """What is to be lowered may then be lowered: there is nothing that would be lost."""
+    full_at(1)
+    line = error("--tokens=256", code=1)
     assert "out of memory with 4 blocks of 16 tokens at a time; lower per_device_train_batch_size" in line
     assert "gradient_checkpointing" in line and "train lora" in line
+    assert not list(tmp_path.iterdir())
+
+
+def test_begun_without_a_checkpoint_is_no_other_run(models, error, tmp_path):
+    """As when a process was killed before its first checkpoint: another recipe may take the place."""
+    workspace = Workspace(tmp_path / "up")
+    assert not workspace.open({"window": 16})
+    workspace.close()
+    assert not workspace.open({"window": 8}) and json.loads(workspace.recipe.read_text()) == {"window": 8}
+    workspace.close()
+    (workspace.root / "teacher" / "train-0").mkdir(parents=True)
+    (workspace.root / "teacher" / "train-0" / "manifest.json").touch()
+    with pytest.raises(UsageError, match="another recipe"):
+        workspace.open({"window": 16})
+    workspace.close()
+
+
+def test_resuming_with_a_changed_recipe(models, error, tmp_path, full_at):
+    full_at(3)
+    error("--tokens=256", code=1)
     line = error("--tokens=256", "--seed=7", "--set", "temperature=2", code=2)
     assert "another recipe (seed: 0 -> 7; temperature: 1.0 -> 2.0); repeat the old values" in line
 
@@ -138,7 +262,8 @@ def test_a_run_that_another_process_is_at(models, error, tmp_path):
     assert f"up.uptrain: process {os.getpid()} is running this; wait for it, or stop it" in line
     assert sorted(workspace.root.iterdir()) == before and not (tmp_path / "up").exists()
     workspace.close()
-    assert "another recipe" in error("--tokens=256", code=2)
+    assert workspace.open({"some": "recipe"})
+    workspace.close()
 
 
 @pytest.mark.parametrize(

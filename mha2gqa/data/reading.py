@@ -88,6 +88,8 @@ def read_records(
     if not sources:
         raise DataError("no evaluation or training text was named", where="--data")
     seen, found = 0, False
+    if not all(map(str, sources)):
+        raise DataError("an empty name", where="--data", fix="name a file, a folder or a data set")
     for source in sources:
         for document in _open_source(str(source), text_column, rows):
             if not rows and document.messages is None and not document.text.strip():

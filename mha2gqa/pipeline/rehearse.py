@@ -113,6 +113,7 @@ def rehearse_budget(recipe: Recipe, source: str, alpha: float | None = None) -> 
     Raises:
         UsageError: It cannot be meant, or rounds to no step.
     """
+    from ..uptraining.objectives import choose_window
     from .describe import read_config
 
     assert recipe.uptrain is not None
@@ -125,7 +126,7 @@ def rehearse_budget(recipe: Recipe, source: str, alpha: float | None = None) -> 
     data = tuple(words.pop("data"))
     known = {k: v for k, v in words.items() if k != "training_args"}
     config = UptrainConfig("model", "out", data, training_args=words.get("training_args", {}), **known)
-    window = config.window or min(2048, context_length(read_config(source)) or 2048)
+    window = choose_window(config.window, read_config(source), recipe.source)
     return plan_budget(config, window=window, name=recipe.source)
 
 

@@ -8,12 +8,15 @@ from collections.abc import Mapping
 from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import torch
-from transformers import TrainingArguments
+from transformers import Trainer, TrainingArguments
+from transformers.integrations.integration_utils import get_reporting_integration_callbacks
 
 from ..errors import UsageError
+from ..recipe.values import coerce
 from .budget import Budget, UptrainConfig, default_learning_rate
 from .liger import OWN_LOSS, require_liger
 
@@ -38,6 +41,14 @@ OWNED = {
     "use_cpu": "device",
     "eval_strategy": "eval_steps and eval_data",
     "save_strategy": "save_steps",
+    "save_only_model": "nothing: without the optimiser's state there is no resuming",
+    "enable_jit_checkpoint": "nothing: SIGTERM saves already",
+    "label_names": "data",
+    "do_eval": "eval_data",
+    "eval_on_start": "nothing: the held-out text is scored before the first step",
+    "torch_compile_backend": "torch_compile",
+    "torch_compile_mode": "torch_compile",
+    "push_to_hub": "mha2gqa push OUT",
 }
 # Names that changed between the transformers versions supported.
 RENAMED = (("activation_checkpointing", "gradient_checkpointing"),)
@@ -53,6 +64,7 @@ def check_training_args(given: Mapping[str, Any]) -> dict[str, Any]:
         UsageError: Unknown to TrainingArguments (the nearest name is given), or decided by the budget.
     """
     known = {f.name for f in fields(TrainingArguments) if f.init}
+    hints = get_type_hints(TrainingArguments)
     out: dict[str, Any] = {}
     for name, value in given.items():
         for new, old in RENAMED:
@@ -68,8 +80,53 @@ def check_training_args(given: Mapping[str, Any]) -> dict[str, Any]:
                 where=name,
                 fix=f"did you mean {close[0]}?" if close else None,
             )
-        out[name] = value
+        out[name] = _typed(hints[name], value, name)
     return out
+
+
+def _typed(hint: Any, value: Any, name: str) -> Any:
+    """A number or switch as its annotation wants it (YAML reads 1e-3 as text); other types as they are."""
+    args = get_args(hint) if get_origin(hint) in (UnionType, Union) else (hint,)
+    kinds = [a for a in args if a is not type(None)]
+    return coerce(hint, value, name) if len(kinds) == 1 and kinds[0] in (bool, int, float) else value
+
+
+def check_device(device: str) -> bool:
+    """Whether a run is on the CPU.
+
+    Args:
+        device: `auto`, `cpu` or `cuda`; which GPU a process uses is for its launcher to say.
+
+    Raises:
+        UsageError: There is no such device here, or none that is trained on.
+    """
+    if device not in ("auto", "cpu", "cuda", "cuda:0"):
+        raise UsageError(
+            "is not trained on",
+            where=f"device {device}",
+            fix="use auto, cpu or cuda; CUDA_VISIBLE_DEVICES chooses the GPU",
+        )
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise UsageError(
+            "there is no GPU that torch can use", where=f"device {device}", fix="leave it out, or use cpu"
+        )
+    return device == "cpu" or not torch.cuda.is_available()
+
+
+def _built(words: dict[str, Any]) -> TrainingArguments:
+    """The arguments, with the packages that they need.
+
+    Raises:
+        UsageError: transformers refuses a value, or a package is missing.
+    """
+    try:
+        args = TrainingArguments(**words)
+        for tracker in get_reporting_integration_callbacks(args.report_to):
+            tracker()  # it says what is to be installed
+        Trainer.get_optimizer_cls_and_kwargs(args)
+    except (ImportError, RuntimeError, TypeError, ValueError) as error:
+        raise UsageError(" ".join(str(error).split()), where="training arguments") from error
+    return args
 
 
 def world_size() -> int:
@@ -119,7 +176,13 @@ def build_arguments(
     if extra.get("use_liger_kernel"):
         require_liger()
         extra["liger_kernel_config"] = dict(extra.get("liger_kernel_config") or {}) | OWN_LOSS
-    on_cpu = config.device == "cpu" or not torch.cuda.is_available()
+    if config.streaming and extra.get("dataloader_num_workers"):
+        raise UsageError(
+            "each of them would read the whole stream",
+            where="dataloader_num_workers",
+            fix="leave out it or streaming",
+        )
+    on_cpu = check_device(config.device)
     device = "cpu" if on_cpu else "cuda"
     micro = micro_batch(budget, world_size(), device, extra.pop("per_device_train_batch_size", None))
     steps = budget.steps
@@ -164,6 +227,6 @@ def build_arguments(
         "label_names": ["labels"],
     }
     known = {f.name for f in fields(TrainingArguments) if f.init}
-    args = TrainingArguments(**{k: v for k, v in (defaults | extra | fixed).items() if k in known})
+    args = _built({k: v for k, v in (defaults | extra | fixed).items() if k in known})
     args._n_gpu = min(1, args.n_gpu)  # never nn.DataParallel: several GPUs are used through torchrun
     return args

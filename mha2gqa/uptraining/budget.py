@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..errors import UsageError
+from .limits import check_options
 from .pretraining import known_pretraining
 
 Train = Literal["all", "attention", "lora", "qlora"]
@@ -133,34 +134,7 @@ class UptrainConfig:
                     where=name,
                     fix=f"use one of {', '.join(allowed)}",
                 )
-        for name in ("batch_tokens", "eval_tokens", "save_total_limit", "logging_steps", "lora_r"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UsageError(f"{value} is too small", where=name, fix="give at least 1")
-        if self.data_weights is not None:
-            if len(self.data_weights) != len(self.data) or min(self.data_weights) <= 0:
-                raise UsageError(
-                    f"{len(self.data)} sources need as many positive weights",
-                    where=f"data_weights {list(self.data_weights)}",
-                )
-            if self.streaming:
-                raise UsageError(
-                    "needs data that is read first", where="data_weights", fix="leave out streaming"
-                )
-        if self.teacher_top_k is not None and self.teacher_top_k < 1:
-            raise UsageError(f"{self.teacher_top_k} keeps nothing", where="teacher_top_k", fix="64 is usual")
-        if self.teacher_cache is not None and self.teacher_top_k is None:
-            raise UsageError("needs teacher_top_k beside it", where="teacher_cache", fix="teacher_top_k 64")
-        if not 0 <= self.ce_weight <= 1:
-            raise UsageError(f"{self.ce_weight} is not a share", where="ce_weight", fix="give 0 to 1")
-        if not 0 <= self.dropout < 1:
-            raise UsageError(f"{self.dropout} is not a probability", where="dropout", fix="0 is usual")
-        if not self.temperature > 0:
-            raise UsageError(f"{self.temperature} is not positive", where="temperature", fix="1 is usual")
-        if not 0 <= self.holdout < 1:
-            raise UsageError(
-                f"{self.holdout} is not a share", where="holdout", fix="give a fraction such as 0.01"
-            )
+        check_options(self)
 
 
 @dataclass(frozen=True)
@@ -232,10 +206,11 @@ def _check_alpha(alpha: float) -> None:
     if not alpha > 0 or not math.isfinite(alpha):
         raise UsageError(f"{alpha} trains nothing", where="alpha", fix="give a fraction such as 0.05")
     if alpha > 1:
+        meant = f"did you mean {alpha / 100:g} ({alpha:g} %)?" if alpha <= 100 else "give one such as 0.05"
         raise UsageError(
             f"{alpha:g} is more than the whole pretraining",
             where="alpha",
-            fix=f"alpha is a fraction: did you mean {alpha / 100:g} ({alpha:g} %)?",
+            fix=f"alpha is a fraction: {meant}",
         )
 
 

@@ -69,7 +69,18 @@ class Texts:
 
     def train(self, paths: Sequence[str] | None = None) -> Iterator[Document]:
         """Training documents of some sources (all by default), in the order of the data."""
-        return (d for d in self._read(paths or self.config.data) if not self._is_held_out(d))
+        seen = kept = 0
+        for document in self._read(paths or self.config.data):
+            seen += 1
+            if not self._is_held_out(document):
+                kept += 1
+                yield document
+        if not kept:
+            raise DataError(
+                f"all its {seen} documents are held out",
+                where=", ".join(paths or self.config.data),
+                fix="give other eval_data" if self.config.eval_data is not None else "lower holdout",
+            )
 
     def held_out(self) -> Iterator[Document]:
         """Held-out documents in the order of the data."""

@@ -53,13 +53,27 @@ def is_encoder_decoder(raw: Mapping[str, Any]) -> bool:
     return bool(getattr(known_config(raw), "is_encoder_decoder", False))
 
 
-def default_window(raw: Mapping[str, Any]) -> int:
-    """Tokens of text per block where the user names none: T5's for encoder-decoders."""
-    from ..loading import text_config
+def choose_window(asked: int | None, raw: Mapping[str, Any], name: str) -> int:
+    """Tokens of text per block: by default the decoder's context up to 2,048, or T5's for encoder-decoders.
 
-    if is_encoder_decoder(raw):
-        return block_tokens(ENCODER_TOKENS)
-    return min(LONGEST, int(text_config(raw).get("max_position_embeddings") or LONGEST))
+    Args:
+        asked: What the user names.
+        raw: The raw config.
+        name: The model, for the message.
+
+    Raises:
+        UsageError: More than the model has positions.
+    """
+    from ..evaluation.setup import context_length
+
+    limit = context_length(raw)
+    if asked is None:
+        return block_tokens(ENCODER_TOKENS) if is_encoder_decoder(raw) else min(LONGEST, limit or LONGEST)
+    if limit is not None and asked > limit:
+        raise UsageError(
+            f"longer than the context of {name}", where=f"window {asked}", fix=f"use at most {limit}"
+        )
+    return asked
 
 
 def choose_objective(config: UptrainConfig, raw: Mapping[str, Any]) -> str:

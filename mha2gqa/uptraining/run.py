@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..checkpoint import MANIFEST, Checkpoint, open_checkpoint, read_json
-from ..errors import DataError, UsageError
+from ..errors import UsageError
 from ..loading import load_config_json, load_model, load_tokenizer, stored_dtype, text_config
 from ..writer import check_output
 from .adapters import add_adapter, merge_adapter, train_attention_only
@@ -22,14 +22,14 @@ from .budget import Budget, UptrainConfig, plan_budget
 from .corpus import load_corpus
 from .distillation import check_tokenizers
 from .isolation import require_isolation
-from .objectives import choose_objective, default_window, make_collator
+from .objectives import choose_objective, choose_window, make_collator
 from .outcome import UptrainResult, summarise
 from .publishing import manifest_with, publish_trained
 from .quantised import add_quantised_adapter, merge_quantised, require_bitsandbytes
 from .session import Trained, train
 from .sharding import whole_models
 from .teaching import cache_teacher, find_teacher, load_teacher
-from .workspace import Workspace, changed_keys, checkpoint_stamp, recipe_keys
+from .workspace import TEACHER, Workspace, changed_keys, checkpoint_stamp, recipe_keys
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ def _run(config: UptrainConfig, workspace: Workspace) -> UptrainResult:
     source = open_checkpoint(config.model)
     manifest = read_json(source.path / MANIFEST) if (source.path / MANIFEST).exists() else {}
     choose_objective(config, raw)
-    window = config.window or default_window(raw)
+    window = choose_window(config.window, raw, config.model)
     budget = plan_budget(config, window=window, name=str(manifest.get("source", config.model)))
     check_training_args(config.training_args)
     keys = recipe_keys(config, checkpoint_stamp(source.path))
@@ -97,15 +97,14 @@ def _run(config: UptrainConfig, workspace: Workspace) -> UptrainResult:
         workspace.remove()
         return done
     check_output(source.path, out, config.force)
+    teacher_name, notices = find_teacher(config, manifest)
     begun = _open_workspace(workspace, keys, config.force)
     logger.info("%s", budget.sentence())
-    teacher_name, notices = find_teacher(config, manifest)
-    try:
+    with ExitStack() as after_failure:
+        if not begun:
+            after_failure.callback(workspace.remove_worthless)  # the corrected command starts afresh
         trained = _train_checkpoint(config, budget, source, workspace, teacher_name, notices)
-    except (DataError, UsageError):
-        if not begun and workspace.last() is None:  # nothing to resume: the corrected command starts afresh
-            workspace.remove()
-        raise
+        after_failure.pop_all()
     result = summarise(config, budget, trained, teacher_name, begin)
     if trained.state is not None:  # only the first process holds the consolidated weights
         section = result.to_dict() | {"recipe": keys}
@@ -195,7 +194,7 @@ def _train_checkpoint(
         student = add_quantised_adapter(student, source.config, config, args.device, compute)
     teacher, cached = None, None
     if teacher_name is not None and config.teacher_top_k is not None:
-        folder = Path(config.teacher_cache) if config.teacher_cache else workspace.root / "teacher"
+        folder = Path(config.teacher_cache) if config.teacher_cache else workspace.root / TEACHER
         cached = cache_teacher(
             config, budget, args, teacher_name, student, len(tokenizer), corpus, folder, notices
         )

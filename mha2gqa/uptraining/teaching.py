@@ -30,10 +30,23 @@ def find_teacher(config: UptrainConfig, manifest: dict[str, Any]) -> tuple[str |
 
     Returns:
         A folder or hub id, or None for plain next-token loss; notices.
+
+    Raises:
+        UsageError: It is the model that is trained.
+        CheckpointError: There is no such model.
     """
     if config.teacher == "none":
         return None, []
     if config.teacher is not None:
+        load_config_json(config.teacher)
+        if checkpoint_stamp(open_checkpoint(config.teacher).path) == checkpoint_stamp(
+            open_checkpoint(config.model).path
+        ):
+            raise UsageError(
+                "is the model that is trained, which would learn nothing from itself",
+                where=f"teacher {config.teacher}",
+                fix="name the original, or use teacher none",
+            )
         return config.teacher, []
     for key in ("source_path", "source"):
         place = manifest.get(key)

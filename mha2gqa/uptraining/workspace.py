@@ -7,10 +7,13 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
+
+from safetensors import SafetensorError
 
 from ..errors import CheckpointError, UsageError
 from .budget import UptrainConfig
@@ -50,6 +53,7 @@ FREE_ARGS = (
     "eval_",
 )
 LOCK = "lock"  # held while a process works here; the system lets go of it however the process ends
+TEACHER = "teacher"  # folder of what the teacher said beforehand
 COMPLETE = "complete.json"  # written last into a checkpoint, names every file and its size
 
 
@@ -123,7 +127,7 @@ class Workspace:
         if self.recipe.exists():
             self.hold()
             changed = changed_keys(json.loads(self.recipe.read_text(encoding="utf-8")), keys)
-            if changed and not restart:
+            if changed and not restart and not self.is_worthless():
                 raise UsageError(
                     f"holds an unfinished run with another recipe ({'; '.join(changed)})",
                     where=self.root,
@@ -180,6 +184,15 @@ class Workspace:
         """The newest complete checkpoint."""
         found = self.checkpoints()
         return found[-1] if found else None
+
+    def is_worthless(self) -> bool:
+        """Whether no training and no teacher's answers would be lost with it."""
+        return self.last() is None and not (self.root / TEACHER).exists()
+
+    def remove_worthless(self) -> None:
+        """Delete the folder where nothing would be lost with it."""
+        if self.is_worthless():
+            self.remove()
 
     def rotate(self, keep: int) -> None:
         """Delete all but the newest `keep` complete checkpoints."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -148,6 +149,32 @@ def test_disk_full_while_saving_loses_nothing_earlier(models, straight, tmp_path
         with pytest.raises(CheckpointError, match=r"No space left on device.*earlier checkpoints are kept"):
             uptrain(student, out, text, **RUN)
     assert Workspace(out).last().name == "checkpoint-3"
+    result = uptrain(student, out, text, **RUN)
+    assert result.resumed_from == 3 and equal(out, straight[False][0])
+
+
+@pytest.mark.parametrize("first_refused", ["model.safetensors", "optimizer.pt"])
+def test_a_real_file_system_that_takes_no_more(models, straight, tmp_path, monkeypatch, first_refused):
+    """Neither safetensors nor torch.save then raises an OSError: real writes, stopped by a limit of the process."""
+    student, text = models
+    out, seal = tmp_path / "up", trainer_module.seal
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+
+    def limiting(folder):
+        seal(folder)
+        size = (folder / first_refused).stat().st_size
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size // 2, before[1]))
+
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(trainer_module, "seal", limiting)
+            with pytest.raises(CheckpointError, match=r"checkpoint-6: cannot be saved .*free disk space"):
+                uptrain(student, out, text, **RUN)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert [p.name for p in Workspace(out).root.glob("checkpoint-*")] == ["checkpoint-3"]
     result = uptrain(student, out, text, **RUN)
     assert result.resumed_from == 3 and equal(out, straight[False][0])
 

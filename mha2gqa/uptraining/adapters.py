@@ -13,6 +13,7 @@ import torch
 from ..architectures import AttentionSite, find_sites, find_spec
 from ..errors import TrainingError, UnsupportedModelError, UsageError
 from .budget import UptrainConfig
+from .workspace import whole_or_gone
 
 logger = logging.getLogger(__name__)
 
@@ -160,7 +161,8 @@ def merge_adapter(wrapped: Any, folder: Path, name: str, stored: torch.dtype) ->
     """
     wrapped.eval()
     wrapped.peft_config["default"].base_model_name_or_path = name
-    wrapped.save_pretrained(folder)
+    with whole_or_gone(folder):
+        wrapped.save_pretrained(folder)
     device = next(wrapped.parameters()).device
     width = min(64, wrapped.config.get_text_config().vocab_size)
     ids = torch.arange(width, device=device)[None]

@@ -18,6 +18,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from ..errors import DataError
 from .losses import IGNORED
+from .workspace import whole_or_gone
 
 Blocks = np.ndarray | Tensor  # integer ids [N, T + 1]
 Batch = dict[str, Tensor]
@@ -278,7 +279,8 @@ def save_blocks(path: Path, blocks: Iterable[np.ndarray], vocabulary: int) -> in
     kind = np.uint16 if 0 < vocabulary <= 2**16 else np.int32
     rows = np.stack([row.astype(kind) for row in blocks])
     partial = path.with_suffix(".partial")
-    with partial.open("wb") as file:
-        np.save(file, rows)
-    partial.replace(path)
+    with whole_or_gone(partial):
+        with partial.open("wb") as file:
+            np.save(file, rows)
+        partial.replace(path)
     return len(rows)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..checkpoint import DTYPES, MANIFEST, Checkpoint, edit_config, read_json
 from ..errors import CheckpointError
+from ..loading import quiet
 from ..results import SCHEMA_VERSION
 from ..verification import failed, verify_folder
 from ..writer import NewTensor, check_space, copy_side_files, plan_shards, publish, write_shards, write_text
@@ -57,7 +58,7 @@ def named_as_stored(model: Any, state: Mapping[str, Tensor], source: Checkpoint)
 
 
 def _as_saved(model: Any, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, quiet():
         model.save_pretrained(folder, state_dict=dict(state))
         saved = Checkpoint(Path(folder))
         return {name: saved.read(name).clone() for name in saved.tensors}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,14 +15,14 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, SequentialSampler
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainingArguments
 
-from ..errors import CheckpointError
+from ..loading import quiet
 from .batches import BlockOrder, Blocks, BlockStream, Collate, Position, as_is
 from .budget import Budget, UptrainConfig, learning_rate_factor, warmup_count
 from .distillation import Teacher
 from .guard import Meter, Reading, SpikeGuard, flops_per_token, forward_flops, peak_flops
 from .losses import IGNORED, Truncated
 from .sharding import check_zero_shards, is_fsdp2, is_zero3, reduce_in_float32, shard_teacher
-from .workspace import seal, write_json
+from .workspace import Workspace, seal, whole_or_gone, write_json
 
 logger = logging.getLogger(__name__)
 
@@ -293,23 +292,16 @@ class UptrainTrainer(Trainer):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         self.settle()
         folder = Path(str(self.args.output_dir)) / f"checkpoint-{self.state.global_step}"
-        with self.meter.pause():
-            try:
+        with self.meter.pause(), quiet():
+            with whole_or_gone(folder):
                 super()._save_checkpoint(model, trial)
                 self.accelerator.wait_for_everyone()
                 unlogged = self._unlogged()  # of all processes
                 if self.args.should_save:
                     write_json(folder / STATE, self._own_state() | {"unlogged": unlogged})
                     seal(folder)
-            except OSError as error:
-                shutil.rmtree(folder, ignore_errors=True)
-                raise CheckpointError(
-                    f"cannot be saved ({error.strerror or error}); earlier checkpoints are kept",
-                    where=folder,
-                    fix="free disk space and run the same command again",
-                ) from error
             if self.args.should_save:
-                _keep_newest(folder.parent, self.run.config.save_total_limit)
+                Workspace.at(folder.parent).rotate(self.run.config.save_total_limit)
             self.accelerator.wait_for_everyone()
 
     def _own_state(self) -> dict[str, Any]:
@@ -349,14 +341,6 @@ class UptrainTrainer(Trainer):
             made = step * self.run.budget.blocks_per_step
             self.run.train.start, self.run.train.made = Position(**state["stream"]), made
             self.run.train.positions[made] = self.run.train.start
-
-
-def _keep_newest(root: Path, keep: int) -> None:
-    from .workspace import is_complete
-
-    found = sorted(root.glob("checkpoint-*"), key=lambda p: int(p.name.rpartition("-")[2]))
-    for old in [p for p in found if is_complete(p)][:-keep]:
-        shutil.rmtree(old, ignore_errors=True)
 
 
 class StopAndSave(TrainerCallback):

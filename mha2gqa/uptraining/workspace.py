@@ -187,7 +187,7 @@ class Workspace:
 
     def is_worthless(self) -> bool:
         """Whether no training and no teacher's answers would be lost with it."""
-        return self.last() is None and not (self.root / TEACHER).exists()
+        return self.last() is None and not any((self.root / TEACHER).glob("*/manifest.json"))
 
     def remove_worthless(self) -> None:
         """Delete the folder where nothing would be lost with it."""
@@ -238,6 +238,45 @@ def is_complete(checkpoint: Path) -> bool:
         (checkpoint / name).exists() and (checkpoint / name).stat().st_size == size
         for name, size in sizes.items()
     )
+
+
+@contextmanager
+def whole_or_gone(path: Path) -> Iterator[None]:
+    """Delete a file or folder that could not be written whole, and say so in one line.
+
+    Args:
+        path: What is written inside.
+
+    Raises:
+        CheckpointError: The disk is full, or does not take it for another reason.
+    """
+    try:
+        yield
+    except (CheckpointError, OSError, SafetensorError, RuntimeError) as error:
+        reason = _why_unwritable(error)
+        if reason is None:
+            raise
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+        raise CheckpointError(
+            f"cannot be saved ({reason}); earlier checkpoints are kept",
+            where=path,
+            fix="free disk space and run the same command again",
+        ) from error
+
+
+def _why_unwritable(error: Exception) -> str | None:
+    """The reason, in the words of whoever wrote; None where the error is about something else."""
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    if isinstance(error, SafetensorError):
+        return " ".join(str(error).split())
+    if isinstance(error, CheckpointError):  # of `write_json`
+        return str(error.what)
+    # torch.save says only that less arrived than it wrote.
+    return "the disk took less than was written" if "inline_container" in str(error) else None
 
 
 def write_json(path: Path, value: Any) -> None:

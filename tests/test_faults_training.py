@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import pico_llama, word_tokenizer
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from training import TINY, family, write_text
 
 from mha2gqa.checkpoint import open_checkpoint
@@ -83,6 +84,27 @@ def test_u10_divergence_keeps_the_last_good_checkpoint(models, tmp_path):
     for checkpoint in Workspace(out).checkpoints():
         for tensor in load_file(checkpoint / "model.safetensors").values():
             assert torch.isfinite(tensor).all()
+
+
+@pytest.mark.parametrize("broken", ["model", "teacher"])
+def test_u10_broken_weights_are_not_blamed_on_the_rate(models, tmp_path, broken):
+    folders = {"teacher": models[0], "model": models[1]}
+    bad = shutil.copytree(folders[broken], tmp_path / "broken")
+    state = load_file(bad / "model.safetensors")
+    state["model.layers.0.self_attn.q_proj.weight"][0, 0] = float("nan")
+    save_file(state, bad / "model.safetensors", metadata={"format": "pt"})
+    folders[broken] = bad
+    options = {**RUN, "teacher": str(folders["teacher"])}
+    with pytest.raises(TrainingError, match=r"at step 1; no weight has moved yet: look for values"):
+        uptrain(folders["model"], tmp_path / "up", models[2], **options)
+    if broken == "teacher":
+        cache = tmp_path / "cache"
+        with pytest.raises(CheckpointError, match="teacher: what it predicts is not finite"):
+            uptrain(
+                models[1], tmp_path / "up", models[2], teacher_top_k=8, teacher_cache=str(cache), **options
+            )
+        assert not (cache / "train-0" / "manifest.json").exists()
+    assert not list(tmp_path.glob("up*"))
 
 
 def test_u10_a_step_without_labels_is_skipped_and_counted():

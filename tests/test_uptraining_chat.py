@@ -134,6 +134,25 @@ def test_a_chat_model_is_uptrained_on_chats(models, tmp_path, streaming):
     assert whole.losses["held_out"][0]["eval_tokens"] > scored
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_chats_without_an_assistant_teach_nothing(models, tmp_path, streaming):
+    """It used to end well, with every step skipped and a held-out loss of 0."""
+    asked = tmp_path / "asked.jsonl"
+    with asked.open("w") as file:
+        for i in range(60):
+            file.write(json.dumps({"messages": [{"role": "user", "content": f"w{i % 57} w1 w2 w3"}]}) + "\n")
+    options = {**TINY, "text_column": "messages", "streaming": streaming, "tokens": 64 * 3}
+    with pytest.raises(DataError, match="assistant_only_loss false"):
+        uptrain(models[0], tmp_path / "up", asked, **options)
+    assert not (tmp_path / "up").exists()
+    whole = uptrain(models[0], tmp_path / "whole", asked, assistant_only_loss=False, **options)
+    assert not whole.unlabelled_steps and whole.losses["held_out_start"] > 0
+    mixed = uptrain(models[0], tmp_path / "mixed", models[1], eval_data=None, **options)
+    assert mixed.losses["held_out_start"] > 0
+    with pytest.raises(DataError, match="eval_data: no token of these chats was said by an assistant"):
+        uptrain(models[0], tmp_path / "scored", models[1], eval_data=str(asked), **options)
+
+
 def test_chats_are_not_isolated(models, tmp_path):
     student, chats = models
     with pytest.raises(UsageError, match="isolate_documents: is not possible with chats"):

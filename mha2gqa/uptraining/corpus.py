@@ -95,6 +95,11 @@ class Texts:
         return next(self._read(self.config.data)).messages is not None
 
 
+def has_labels(blocks: np.ndarray, rows: int = 1024) -> bool:
+    """Whether any target of some chats' blocks `[N, T + 1]` carries loss, looking at so many rows at a time."""
+    return any((blocks[start : start + rows, 1:] >= 0).any() for start in range(0, len(blocks), rows))
+
+
 class Cutter:
     """Turns documents into blocks, and keeps them in files for a resumed run.
 
@@ -138,7 +143,14 @@ class Cutter:
             ids = self.encode(documents)
             cut = cut_blocks(ids, self.budget.window, max_tokens=max_tokens)
             save_blocks(path, cut, 0 if self.chats else len(self.tokenizer))
-        return np.load(path, mmap_mode="r")
+        found = np.load(path, mmap_mode="r")
+        if self.chats and not has_labels(found):
+            raise DataError(
+                "no token of these chats was said by an assistant",
+                where="eval_data" if name == "held_out" and self.config.eval_data is not None else "data",
+                fix="give chats with assistant turns, or set assistant_only_loss false",
+            )
+        return found
 
 
 def _text(document: Document) -> str:

@@ -106,14 +106,15 @@ class SpikeGuard:
         if labels == 0:
             self.unlabelled.append(step)
             return False
-        diverged = loss > self._ceiling()
-        self.first = loss if self.first is None else self.first
-        if diverged or not (math.isfinite(loss) and math.isfinite(norm)):
+        if loss > self._ceiling() or not (math.isfinite(loss) and math.isfinite(norm)):
             raise TrainingError(
                 f"loss {loss:g}, gradient norm {norm:g} at step {step}",
                 where="uptrain",
-                fix="lower learning_rate or lengthen warmup_steps; the last good checkpoint is kept",
+                fix="no weight has moved yet: look for values that are not finite in the model and its teacher"
+                if self.first is None
+                else "lower learning_rate or lengthen warmup_steps; the last good checkpoint is kept",
             )
+        self.first = loss if self.first is None else self.first
         limits = self._spike_limits()
         if limits is not None and norm > limits[0] and loss > limits[1]:
             self.skipped.append(step)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..errors import TrainingError
+from ..errors import DataError, TrainingError
 from .arguments import world_size
 from .batches import BlockStream
 from .budget import Budget, UptrainConfig
@@ -109,6 +109,12 @@ def train(
             f"stopped at step {trainer.state.global_step} of {budget.steps}",
             where=None if workspace is None else workspace.root,
             fix="run the same command to continue",
+        )
+    if isinstance(corpus.train, BlockStream) and len(trainer.guard.unlabelled) == budget.steps:
+        raise DataError(
+            "not one token carried loss",
+            where="data",
+            fix="give chats with assistant turns, or set assistant_only_loss false",
         )
     notices += _passes(corpus, budget)
     resumed = None if checkpoint is None else int(checkpoint.name.rpartition("-")[2])

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import UsageError
+from ..errors import CheckpointError, UsageError
 from ..writer import check_space
 from .batches import Batch, Blocks
 from .distillation import Teacher
@@ -185,6 +185,10 @@ class TeacherCache:
             best = soft.topk(self.identity.top_k, dim=-1)
             ids.append(best.indices.cpu())
             log_probs.append(best.values.cpu())
+        if not all(bool(part.isfinite().all()) for part in log_probs):
+            raise CheckpointError(
+                "what it predicts is not finite", where="teacher", fix="look for broken weights in it"
+            )
         return torch.cat(ids).view(shape).numpy(), torch.cat(log_probs).view(shape).numpy()
 
     def read(self, rows: Sequence[int]) -> dict[str, Tensor]:

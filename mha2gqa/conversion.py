@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -243,7 +244,13 @@ def _publish(
             list(plan.attention),
             [r.report for r in rewriters if r.report],
             checks,
-            [*plan.warnings, *_notes(job.seen), *calibrated.warnings, *_pooling_warnings(rewriters)],
+            [
+                *plan.warnings,
+                *_notes(job.seen),
+                *calibrated.warnings,
+                *_merging_notes(rewriters),
+                *_pooling_warnings(rewriters),
+            ],
             calibrated.about,
         )
         write_manifest(folder, result, job.original, plan)
@@ -289,6 +296,12 @@ def check_dtypes(plan: Plan, checkpoint: Checkpoint) -> None:
                     where=name,
                     fix="convert the full-precision model",
                 )
+
+
+def _merging_notes(rewriters: Sequence[SiteRewriter]) -> list[str]:
+    """What merging could not use and why, once for all modules of which it is true."""
+    found = Counter(note for r in rewriters if r.report for note in r.report["notes"])
+    return [f"{note} ({count} of {len(rewriters)} modules)" for note, count in found.items()]
 
 
 def _pooling_warnings(rewriters: Sequence[SiteRewriter]) -> list[str]:

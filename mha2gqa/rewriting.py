@@ -12,6 +12,7 @@ from torch import Tensor
 
 from . import heads
 from .architectures import rotary_dim
+from .errors import CheckpointError
 from .merging import MERGERS, MergeContext, Merged
 from .planning import Plan, Site
 
@@ -33,6 +34,21 @@ def site_context(
         site_seed(plan, site),
         tuple(tensors[role] for role in norms if role in tensors),
     )
+
+
+def check_finite(site: Site, tensors: Mapping[str, Tensor]) -> None:
+    """Refuse a module whose weights no method can measure.
+
+    Raises:
+        CheckpointError: A tensor holds NaN or infinity; it is named.
+    """
+    for role, x in tensors.items():
+        if x.is_floating_point() and not bool(x.isfinite().all()):
+            raise CheckpointError(
+                "holds NaN or infinity",
+                where=site.site.names[role],
+                fix="the source is broken: download or save it again",
+            )
 
 
 def merge_site(
@@ -142,6 +158,8 @@ class SiteRewriter:
         """The new tensor of a role; each can be taken once."""
         if role not in self._pending:
             before = {role: self.read(name) for role, name in self.site.site.names.items()}
+            if self.plan.method not in POOLING:
+                check_finite(self.site, before)
             context = site_context(self.plan, self.site, before, self.statistics)
             after, merged = merge_site(self.plan, self.site, before, context)
             self._pending = {role: after[role] for role in self.shapes}

@@ -17,7 +17,7 @@ from ..grouping import evaluations, read_groupings, search
 from ..loading import resolve_device
 from ..merging.sharing import Sharing, sharing
 from ..planning import Groupings, Plan, Site
-from ..rewriting import site_context
+from ..rewriting import check_finite, site_context
 from .options import CalibrationOptions
 
 Facts = dict[str, dict[str, Any]]  # module path -> further fields of its report
@@ -97,6 +97,7 @@ def _problem(
     """What sharing costs in one module."""
     device = resolve_device(options.device)
     tensors = {role: read(name).to(device) for role, name in site.site.names.items()}
+    check_finite(site, tensors)
     weights = heads.split(plan.spec, site.geometry, tensors)
     context = site_context(plan, site, tensors, statistics)
     return sharing(weights, context, "full" if plan.method == "joint" else "rigid")

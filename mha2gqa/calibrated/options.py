@@ -48,6 +48,13 @@ class CalibrationOptions:
     trust_remote_code: bool = False
     stage: Stage | None = None
 
+    def __post_init__(self) -> None:
+        for word, value, least in (("tokens", self.tokens, 1), ("window", self.window, 2)):
+            if value < least:
+                raise UsageError(
+                    f"{value} is too few", where=f"--calibration-{word}", fix=f"give at least {least}"
+                )
+
     def fitted(self, text: bool) -> ReconstructConfig | None:
         """The stages after merging, or None if there are none.
 

@@ -14,7 +14,15 @@ from torch import Tensor
 
 from .. import heads
 from ..architectures import AttentionSite, AttentionSpec, Geometry
-from ..calibration import Statistics, collect, fingerprint, load_statistics, site_key
+from ..calibration import (
+    Statistics,
+    collect,
+    data_digest,
+    fingerprint,
+    load_statistics,
+    site_key,
+    writable,
+)
 from ..checkpoint import Checkpoint
 from ..errors import UsageError
 from ..inmemory import assemble, plan_model
@@ -62,14 +70,20 @@ def calibrate(checkpoint: Checkpoint, plan: Plan, options: CalibrationOptions) -
         UsageError: Options that need text, or contradict the method.
         DataError: The text is too short.
     """
-    fitted = options.fitted(bool(options.texts))
+    fitted, told = options.fitted(bool(options.texts)), list[str]()
     options.how(plan)
+    if options.statistics and plan.method not in CALIBRATED:
+        options = replace(options, statistics=None)
+        told.append(f"method {plan.method} uses no statistics: --statistics is left alone")
     if options.texts and all(site.kept for site in plan.sites):
-        told = ["nothing to share: calibration text is not used"]
+        told.append("nothing to share: calibration text is not used")
         return Calibrated(plan, _rewriters(plan, checkpoint.shapes, checkpoint.read, None), warnings=told)
     stored = options.statistics is not None and Path(options.statistics).exists()
     if options.texts and (fitted is not None or not stored):
-        return _with_model(checkpoint, plan, options, fitted)
+        made = _with_model(checkpoint, plan, options, fitted)
+        return replace(made, warnings=told + made.warnings)
+    if options.texts:
+        told.append(f"the moments in {options.statistics} are used: calibration text is not read")
     statistics = None
     if options.statistics:
         statistics = load_statistics(options.statistics)
@@ -79,7 +93,7 @@ def calibrate(checkpoint: Checkpoint, plan: Plan, options: CalibrationOptions) -
     rewriters = _rewriters(plan, checkpoint.shapes, lambda name: checkpoint.read(name).to(device), statistics)
     for rewriter in rewriters:
         rewriter.facts = facts.get(rewriter.site.site.path, {})
-    return Calibrated(plan, rewriters, _about(statistics), _notes(statistics))
+    return Calibrated(plan, rewriters, _about(statistics), told + _notes(statistics))
 
 
 def _rewriters(
@@ -152,6 +166,11 @@ def convert_live(teacher: Any, plan: Plan, inputs: Inputs | None, options: Calib
     with clock("merge"):
         student = assemble(teacher, plan, rewriters, state)
     result = Converted(student, plan, rewriters, _about(statistics), _notes(statistics))
+    if statistics and seen is not None and statistics.about.get("data_sha256") != data_digest(seen.read):
+        result.warnings.append(
+            f"the moments in {options.statistics} were measured on other text than --calibration, and are used; "
+            "remove the file to measure them again"
+        )
     if seen is not None:
         result.about |= {"unique_tokens": seen.tokens, "window": seen.window}
     if seen is not None and kept is not None:
@@ -245,6 +264,8 @@ def _with_model(
     checkpoint: Checkpoint, plan: Plan, options: CalibrationOptions, fitted: ReconstructConfig | None
 ) -> Calibrated:
     """Run the model on the text; merge and fit in memory; hand the tensors to the writer by role."""
+    if options.statistics and not Path(options.statistics).exists():
+        writable(options.statistics)  # before the text is run, which may take an hour
     tokenizer = load_tokenizer(checkpoint.path, trust_remote_code=options.trust_remote_code)
     inputs = calibration_inputs(tokenizer, checkpoint.config, options)
     teacher = _load_teacher(checkpoint, options)

@@ -6,9 +6,9 @@ x̃_h = Σ_t a_h,t x̂_t, summed over heads without forming it per head (Σ_h (P
 and E[q qᵀ] of the queries as attention uses them.
 """
 
-from .collecting import Batch, Progress, batches, collect, run
+from .collecting import Batch, Progress, batches, collect, data_digest, run
 from .observing import IMPLEMENTATION, observing
-from .statistics import SiteStatistics, Statistics, fingerprint, load_statistics, site_key
+from .statistics import SiteStatistics, Statistics, fingerprint, load_statistics, site_key, writable
 
 __all__ = [
     "IMPLEMENTATION",
@@ -18,9 +18,11 @@ __all__ = [
     "Statistics",
     "batches",
     "collect",
+    "data_digest",
     "fingerprint",
     "load_statistics",
     "observing",
     "run",
     "site_key",
+    "writable",
 ]

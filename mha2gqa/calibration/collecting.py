@@ -91,7 +91,7 @@ def collect(
     about = {
         "tokens": rows.numel(),
         "window": rows.shape[1],
-        "data_sha256": _digest(inputs),
+        "data_sha256": data_digest(inputs),
         "model": fingerprint(sites, parameters.__getitem__),
         "notes": _notes(out, model),
     }
@@ -113,7 +113,8 @@ def _check_finite(accumulators: Any) -> None:
         )
 
 
-def _digest(inputs: Batch | Tensor) -> str:
+def data_digest(inputs: Batch | Tensor) -> str:
+    """SHA-256 of what a model reads: tells whether moments were measured on it."""
     digest = hashlib.sha256()
     for name, x in sorted({"input_ids": inputs}.items() if isinstance(inputs, Tensor) else inputs.items()):
         digest.update(name.encode())

@@ -69,7 +69,12 @@ class Statistics:
             ) from None
 
     def save(self, path: str | Path) -> Path:
-        """Write as safetensors (symmetric matrices as triangles), metadata inside."""
+        """Write as safetensors (symmetric matrices as triangles), metadata inside.
+
+        Raises:
+            UsageError: Nothing can be written there.
+        """
+        from safetensors import SafetensorError
         from safetensors.torch import save_file
 
         tensors: dict[str, Tensor] = {}
@@ -80,13 +85,38 @@ class Statistics:
                 x = getattr(site, name)
                 if x is not None:
                     tensors[f"{key}.{name}"] = _packed(x.cpu())
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path, partial = Path(path), writable(path)
         metadata = {"mha2gqa": json.dumps({"schema_version": 1, "about": self.about, "sites": flags})}
-        partial = path.with_name(path.name + ".partial")
-        save_file(tensors, partial, metadata)
-        partial.replace(path)
+        try:
+            save_file(tensors, partial, metadata)
+            partial.replace(path)
+        except (OSError, SafetensorError) as error:
+            partial.unlink(missing_ok=True)
+            raise _unwritable(path, error) from error
         return path
+
+
+def writable(path: str | Path) -> Path:
+    """The file that `path` is written as until it is whole; made and removed once, to see that it can be.
+
+    Raises:
+        UsageError: Nothing can be written there.
+    """
+    path = Path(path)
+    partial = path.with_name(path.name + ".partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.touch()
+        partial.unlink()
+    except OSError as error:
+        raise _unwritable(path, error) from error
+    return partial
+
+
+def _unwritable(path: Path, error: Exception) -> UsageError:
+    return UsageError(
+        f"cannot be written ({error})", where=f"--statistics {path}", fix="name a file in a folder of yours"
+    )
 
 
 def load_statistics(path: str | Path) -> Statistics:

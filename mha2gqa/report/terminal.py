@@ -118,10 +118,10 @@ def _convert(data: Data) -> str:
     ]
     if data["layers"]:
         lines += ["", _layers_table(data["layers"])]
-    for key, words in (("loss", "held-out calibration text"),):
-        if isinstance(data.get(key), Mapping):
-            figures = ", ".join(f"{name} {fixed(value)}" for name, value in data[key].items())
-            lines += ["", f"Loss on {words}: {figures}"]
+    losses = (data.get("calibration") or {}).get("losses")
+    if losses:
+        figures = ", ".join(f"{name} {fixed(value, 4)}" for name, value in losses.items())
+        lines += ["", f"Loss on held-out calibration text: {figures}"]
     return "\n".join([*lines, *_notes(data), "", _checks(data["verification"])])
 
 

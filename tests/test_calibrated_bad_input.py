@@ -1,0 +1,122 @@
+"""Calibration that cannot be done, or not as asked: one line that names the option or the tensor."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from conftest import pico_llama, word_tokenizer
+from test_calibrated_fits import FEW, write_text
+
+from mha2gqa.benchmark import bench
+from mha2gqa.conversion import _merging_notes, convert
+from mha2gqa.errors import CheckpointError, UsageError
+from mha2gqa.report.terminal import render
+
+MERGED_ONLY = {"refit": False, "reconstruct": False}
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    pico_llama().save_pretrained(tmp_path / "source")
+    return word_tokenizer(tmp_path / "source")
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> str:
+    return str(write_text(tmp_path / "text.jsonl"))
+
+
+def options(text: str, **changes: Any) -> dict[str, Any]:
+    return {"calibration": [text], "calibration_window": 16, "fit": FEW, "device": "cpu"} | changes
+
+
+def broken(source: Path, module: str, value: float) -> Path:
+    """The same model with one bad weight in layer 1."""
+    model = pico_llama()
+    with torch.no_grad():
+        getattr(model.model.layers[1].self_attn, module).weight[3, 3] = value
+    model.save_pretrained(source)
+    return source
+
+
+@pytest.mark.parametrize(
+    ("words", "option"),
+    [
+        ({"calibration_tokens": 0}, "--calibration-tokens: 0 is too few"),
+        ({"calibration_window": 0}, "--calibration-window: 0 is too few"),
+        ({"calibration_window": 1}, "--calibration-window: 1 is too few; give at least 2"),
+    ],
+)
+def test_no_tokens_at_all_are_refused(
+    words: dict[str, int], option: str, source: Path, text: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError, match=option):
+        convert(source, tmp_path / "out", 2, **options(text, **words))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("words", [{"batch": 0}, {"context": 0}, {"new_tokens": 0}])
+def test_nothing_to_time_is_refused(words: dict[str, int], source: Path) -> None:
+    with pytest.raises(UsageError, match=f"--{next(iter(words))}".replace("_", "-")):
+        bench(source, **words)
+
+
+@pytest.mark.parametrize("method", ["joint", "align"])
+@pytest.mark.parametrize(("module", "value"), [("q_proj", float("nan")), ("v_proj", float("inf"))])
+def test_weights_that_are_not_finite_are_named(
+    module: str, value: float, method: str, source: Path, text: str, tmp_path: Path
+) -> None:
+    name = rf"model\.layers\.1\.self_attn\.{module}\.weight: holds NaN or infinity"
+    broken(source, module, value)
+    for grouping in ("search", "neighbours"):
+        with pytest.raises(CheckpointError, match=name):
+            convert(source, tmp_path / "out", 2, method=method, grouping=grouping, device="cpu")
+    if value == float("inf"):  # the last layer's values are in no module's input
+        with pytest.raises(CheckpointError, match=name):
+            convert(source, tmp_path / "out", 2, **options(text, method=method))
+    assert not (tmp_path / "out").exists()
+
+
+def test_where_statistics_cannot_be_written_is_seen_before_the_model_runs(
+    source: Path, text: str, tmp_path: Path
+) -> None:
+    stages: list[str] = []
+    (tmp_path / "file").write_text("")
+    words = options(text, statistics=tmp_path / "file" / "st", stage=lambda *x: stages.append(x[0]))
+    with pytest.raises(UsageError, match=r"--statistics .*st: cannot be written"):
+        convert(source, tmp_path / "out", 2, **words)
+    assert not stages and not (tmp_path / "out").exists()
+
+
+def test_statistics_of_other_text_are_used_and_said(source: Path, text: str, tmp_path: Path) -> None:
+    file, other = tmp_path / "st", str(write_text(tmp_path / "other.jsonl", seed=1))
+    first = convert(source, tmp_path / "a", 2, **options(text, statistics=file, **MERGED_ONLY))
+    same = convert(source, tmp_path / "b", 2, **options(text, statistics=file, reconstruct=False))
+    assert not any("moments" in warning for warning in [*first.warnings, *same.warnings])
+    moved = convert(source, tmp_path / "c", 2, **options(other, statistics=file, reconstruct=False))
+    assert any("other text than --calibration" in warning for warning in moved.warnings)
+    unread = convert(source, tmp_path / "d", 2, **options(other, statistics=file, **MERGED_ONLY))
+    assert any("calibration text is not read" in warning for warning in unread.warnings)
+    assert [x["residual"] for x in unread.layers] == [x["residual"] for x in first.layers]
+    pooled = convert(source, tmp_path / "e", 2, method="mean", statistics=file)
+    assert any("uses no statistics" in w for w in pooled.warnings) and "statistics" not in pooled.calibration
+
+
+def test_people_read_the_losses_before_and_after(source: Path, text: str, tmp_path: Path) -> None:
+    result = convert(source, tmp_path / "out", 2, **options(text))
+    losses = result.calibration["losses"]
+    line = (
+        f"Loss on held-out calibration text: original {losses['original']:.4f}, "
+        f"merged {losses['merged']:.4f}, fitted {losses['fitted']:.4f}"
+    )
+    assert line in render(result.to_dict()).splitlines()
+
+
+def test_what_merging_could_not_use_is_told_once() -> None:
+    unknown = "keys: position style unknown, plain mean"
+    rewriters = [SimpleNamespace(report={"notes": notes}) for notes in ([unknown], [], [unknown])]
+    assert _merging_notes(rewriters) == [f"{unknown} (2 of 3 modules)"]  # type: ignore[arg-type]

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from .errors import UsageError
+from .errors import UnsupportedModelError, UsageError
 from .evaluation.setup import context_length
-from .kv_cache import decode_step_bytes, kv_bytes, step_weight_bytes
+from .kv_cache import decode_step_bytes, known_config, kv_bytes, step_weight_bytes
 from .loading import load_config_json, load_model, resolve_device, resolve_dtype, stored_dtype
 from .results import Result
 
@@ -78,12 +78,21 @@ def bench(
 
     Raises:
         UsageError: More tokens than a model was built for.
+        UnsupportedModelError: An encoder-decoder.
         CheckpointError: A model cannot be loaded.
     """
     for name, value in (("batch", batch), ("context", context), ("new-tokens", new_tokens)):
         if value < 1:
             raise UsageError("must be at least 1", where=f"--{name} {value}")
     paths = [str(models)] if isinstance(models, (str, Path)) else [str(path) for path in models]
+    for path in paths:
+        config = load_config_json(path)
+        if getattr(known_config(config), "is_encoder_decoder", False):
+            raise UnsupportedModelError(
+                f"{config.get('model_type')} is an encoder-decoder, and only decoders are timed",
+                where=path,
+                fix="plan says what a decoding step moves",
+            )
     where = resolve_device(device)
     number = resolve_dtype(dtype, where, stored_dtype(load_config_json(paths[0])))
     result = BenchResult(batch, context, new_tokens, str(number).removeprefix("torch."), str(where))

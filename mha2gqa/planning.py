@@ -98,6 +98,7 @@ def plan_sites(
     """
     sites = find_sites(spec, shapes)
     if not sites:
+        find_export(config)  # which says it better where the decoder is missing
         raise UnsupportedModelError(
             "no attention projections under the expected names",
             where=f"model_type {config.get('model_type')!r}",

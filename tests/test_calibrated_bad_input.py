@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 from conftest import pico_llama, word_tokenizer
+from families import stock_model
 from test_calibrated_fits import FEW, write_text
 
 from mha2gqa.benchmark import bench
 from mha2gqa.conversion import _merging_notes, convert
-from mha2gqa.errors import CheckpointError, UsageError
+from mha2gqa.errors import CheckpointError, UnsupportedModelError, UsageError
 from mha2gqa.report.terminal import render
 
 MERGED_ONLY = {"refit": False, "reconstruct": False}
@@ -120,3 +121,22 @@ def test_what_merging_could_not_use_is_told_once() -> None:
     unknown = "keys: position style unknown, plain mean"
     rewriters = [SimpleNamespace(report={"notes": notes}) for notes in ([unknown], [], [unknown])]
     assert _merging_notes(rewriters) == [f"{unknown} (2 of 3 modules)"]  # type: ignore[arg-type]
+
+
+def test_plan_refuses_encoders_in_the_words_of_convert(tmp_path: Path) -> None:
+    from transformers import T5Config, T5EncoderModel
+
+    from mha2gqa.pipeline.plan import plan
+
+    small = T5Config(vocab_size=64, d_model=32, d_kv=4, d_ff=48, num_layers=2, num_heads=8)
+    T5EncoderModel(small).save_pretrained(tmp_path / "t5")
+    for call in (lambda: plan(tmp_path / "t5"), lambda: convert(tmp_path / "t5", tmp_path / "out", 2)):
+        with pytest.raises(UnsupportedModelError, match="T5EncoderModel is an encoder alone"):
+            call()
+
+
+def test_encoder_decoders_are_not_timed(tmp_path: Path) -> None:
+    for name in ("t5", "whisper"):
+        stock_model(name).save_pretrained(tmp_path / name)
+        with pytest.raises(UnsupportedModelError, match=f"{name} is an encoder-decoder"):
+            bench(tmp_path / name)

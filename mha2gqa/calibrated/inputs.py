@@ -92,7 +92,7 @@ def calibration_inputs(
         return Inputs(cut_blocks(tokenizer, texts, window, options.tokens, overlap=1))
     if not sentinel_ids(tokenizer):
         raise UsageError(
-            f"plain text cannot calibrate {config.get('model_type')} models: they have no span sentinels",
+            f"plain text cannot calibrate a {config.get('model_type')} model whose tokenizer has no span sentinels",
             where="--calibration",
             fix="use --method joint without text, or --statistics measured with calibration.collect",
         )

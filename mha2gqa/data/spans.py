@@ -172,7 +172,9 @@ def span_corruption(
         raise DataError(
             f"{spans} sentinel tokens (<extra_id_0> …) are needed for blocks of {tokens} tokens, {have}",
             where=where,
-            fix=f"use a window of at most {longest}" if longest else "use the tokenizer the model came with",
+            fix=f"use a window of at most {longest}"
+            if longest
+            else "use the tokenizer the model came with; only models pretrained on corrupted spans (T5) have them",
         )
     if tokenizer.eos_token_id is None:
         raise DataError("no end-of-text token", where=where, fix="set eos_token in tokenizer_config.json")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from mha2gqa.conversion import convert, convert_model
 from mha2gqa.errors import UsageError
 from mha2gqa.heads import AttentionWeights, permute_queries, query_order, split, unsplit
 from mha2gqa.loading import load_model, load_tokenizer
+from mha2gqa.reconstruct import ReconstructConfig
 
 GROUPS = {"self": 2, "cross": 2}
 FAMILIES = ["t5", "umt5", "bart", "whisper", "gpt2", "opt", "bloom", "mpt"]
@@ -238,3 +240,26 @@ def test_an_exported_model_can_be_calibrated_again(tmp_path: Path, text: str) ->
     )
     assert result.num_kv_heads == {"before": 4, "after": 2}
     assert all(np.isfinite(list(result.calibration["losses"].values())))
+
+
+@pytest.mark.parametrize("kind", ["self", "cross"])
+def test_only_the_attention_that_is_shared_is_fitted(kind: str, tmp_path: Path, text: str) -> None:
+    """What is written is what was fitted and judged; attention of the other kind keeps its bytes."""
+    from mha2gqa.calibrated import CalibrationOptions
+
+    folder = saved_t5(tmp_path / "t5")
+    fit = ReconstructConfig(steps=4, batch_size=4, check_every=2, holdout=0.2, distill_steps=2)
+    words: dict[str, Any] = {"attention": (kind,), "fit": fit}
+    size = {"calibration_tokens": 40 * WINDOW, "calibration_window": WINDOW}
+    done = convert(folder, tmp_path / "out", 2, calibration=[text], device="cpu", **size, **words)
+    assert {layer["kind"] for layer in done.layers} == {kind}
+    assert all("error_fitted" in layer for layer in done.layers)
+    rows = read_rows(folder, CalibrationOptions((text,), tokens=40 * WINDOW, window=WINDOW))
+    source = load_model(folder, device="cpu")
+    made = convert_model(source, 2, calibration=rows, **words).state_dict()
+    written, original = load_model(tmp_path / "out", device="cpu").state_dict(), source.state_dict()
+    for name, x in written.items():
+        assert torch.equal(x, made[name]), name
+        shared = {"self": "decoder.*SelfAttention", "cross": "EncDecAttention"}[kind]
+        if not re.search(shared, name):
+            assert torch.equal(x, original[name]), name

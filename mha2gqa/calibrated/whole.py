@@ -229,14 +229,15 @@ def _fit(
     """Fit the merged model; errors go into the modules' reports."""
     fitted = replace(fitted, batch_size=min(fitted.batch_size, max(1, len(inputs) // 8)))
     fits: list[LayerFit] = []
+    shared = {site_key(s.site) for s in result.plan.sites if not s.kept}  # only these are written
 
     def progress(fit: LayerFit) -> None:
         fits.append(fit)
-        options.say("fitting", len(fits), len(result.plan.sites))
+        options.say("fitting", len(fits), len(shared))
 
     spec = result.plan.spec
     own = result_spec(spec, result.plan)
-    reconstruct(teacher, result.model, spec, inputs.read, fitted, progress, student_spec=own)
+    reconstruct(teacher, result.model, spec, inputs.read, fitted, progress, student_spec=own, only=shared)
     reports = {r.site.site.path: r.report for r in result.rewriters}
     for fit in fits:
         errors = {"error_merged": fit.before, "error_refitted": fit.refitted, "error_fitted": fit.after}
@@ -244,7 +245,7 @@ def _fit(
     most = max((fit.steps for fit in fits), default=0)
     each = fitted.batch_size * inputs.window
     result.about |= {"fit": asdict(fitted), "token_visits": most * each}
-    if fitted.regress and fitted.distill_steps:
+    if shared and fitted.regress and fitted.distill_steps:
         done = distill(
             teacher,
             result.model,
@@ -253,6 +254,7 @@ def _fit(
             fitted,
             lambda step, steps: options.say("distilling", step, steps),
             student_spec=own,
+            only=shared,
         )
         result.about |= {"distilled": asdict(done), "distilled_token_visits": done.steps * each}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import kl_div
 
 from ..architectures import AttentionSpec, find_sites
-from ..calibration import Batch, Progress
+from ..calibration import Batch, Progress, site_key
 from .capture import slice_rows
 from .config import ReconstructConfig
 from .modes import autocast, float32, frozen, repeatable, trained_parameters
@@ -44,6 +44,7 @@ def distill(
     progress: Progress | None = None,
     *,
     student_spec: AttentionSpec | None = None,
+    only: Collection[str] | None = None,
 ) -> Distilled:
     """Train the projections of every attention module together; `student` changes in place.
 
@@ -55,6 +56,7 @@ def distill(
         config: `distill_steps`, `distill_rate`; batches, schedule, held-out blocks and patience as for modules.
         progress: Called after each step with `(steps done, steps)`.
         student_spec: The student's architecture, where it is another.
+        only: Keys (`site_key`) of the modules to train; None trains all.
 
     Returns:
         Held-out divergence before and after.
@@ -70,6 +72,7 @@ def distill(
     seen = slice_rows(inputs, train.stop * size)
     kept = _rows(inputs, torch.arange(train.stop * size, held_out.stop * size))
     sites = find_sites(student_spec or spec, student.state_dict().keys())
+    sites = [site for site in sites if only is None or site_key(site) in only]
     parameters = [p for s in sites for p in trained_parameters(student.get_submodule(s.path), s)]
     order = row_order(train.stop * size, size, config.seed)
     device = next(student.parameters()).device

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -62,6 +62,7 @@ def reconstruct(
     progress: Progress | None = None,
     *,
     student_spec: AttentionSpec | None = None,
+    only: Collection[str] | None = None,
 ) -> list[LayerFit]:
     """Fit every attention module of `student` to what `teacher` computes; `student` changes in place.
 
@@ -73,6 +74,7 @@ def reconstruct(
         config: Which stages, and how hard.
         progress: Called after each module.
         student_spec: The student's architecture, where it is another.
+        only: Keys (`site_key`) of the modules to fit; the others stay as they are. None fits all.
 
     Returns:
         One entry per module, in the order they were fitted.
@@ -87,6 +89,9 @@ def reconstruct(
     train, held_out = split_batches(inputs, config)
     inputs = slice_rows(inputs, held_out.stop * config.batch_size)
     pairs = _pairs(teacher, student, spec, student_spec or spec)
+    pairs = [pair for pair in pairs if only is None or site_key(pair.site) in only]
+    if not pairs:
+        return []
     fits = []
     with frozen(teacher, student), repeatable():
         size = config.batch_size

@@ -220,7 +220,7 @@ def test_plain_text_cannot_calibrate_models_without_sentinels(tmp_path: Path, te
 
     stock_model("bart").save_pretrained(tmp_path / "bart")
     word_tokenizer(tmp_path / "bart")
-    with pytest.raises(UsageError, match=r"cannot calibrate bart models.*joint without text"):
+    with pytest.raises(UsageError, match=r"cannot calibrate a bart model .*joint without text"):
         convert(tmp_path / "bart", tmp_path / "out", 2, calibration=[text], device="cpu")
 
 

@@ -88,7 +88,10 @@ class Statistics:
         path, partial = Path(path), writable(path)
         metadata = {"mha2gqa": json.dumps({"schema_version": 1, "about": self.about, "sites": flags})}
         try:
+            partial.touch()
+            mode = partial.stat().st_mode  # as the user's umask has it: safetensors would keep others out
             save_file(tensors, partial, metadata)
+            partial.chmod(mode)
             partial.replace(path)
         except (OSError, SafetensorError) as error:
             partial.unlink(missing_ok=True)
@@ -167,10 +170,15 @@ def site_key(site: AttentionSite) -> str:
 
 
 def fingerprint(sites: Sequence[AttentionSite], read: Callable[[str], Tensor]) -> str:
-    """A short digest of the attention weights, to tell whether statistics belong to a model."""
+    """A short digest of the attention weights, to tell whether statistics belong to a model.
+
+    Two rows of every projection are read, so that a large checkpoint costs little.
+    """
     digest = hashlib.sha256()
     for site in sites:
-        name = site.names.get("q.weight") or site.names["qkv.weight"]
         digest.update(site_key(site).encode())
-        digest.update(read(name).detach()[:2].to("cpu", torch.float32).contiguous().numpy().tobytes())
+        for role, name in sorted(site.names.items()):
+            if role.endswith(".weight"):
+                rows = read(name).detach()[:2].to("cpu", torch.float32)
+                digest.update(rows.contiguous().numpy().tobytes())
     return digest.hexdigest()[:16]

@@ -112,7 +112,7 @@ class SpikeGuard:
                 where="uptrain",
                 fix="no weight has moved yet: look for values that are not finite in the model and its teacher"
                 if self.first is None
-                else "lower learning_rate or lengthen warmup_steps; the last good checkpoint is kept",
+                else "lower learning_rate or lengthen warmup_steps; checkpoints saved before are kept",
             )
         self.first = loss if self.first is None else self.first
         limits = self._spike_limits()
@@ -125,7 +125,7 @@ class SpikeGuard:
                     f"(median {statistics.median(self.losses):.3g}) and gradient norm {norm:.3g} "
                     f"(median {statistics.median(self.norms):.3g})",
                     where="uptrain",
-                    fix="lower learning_rate; the last good checkpoint is kept",
+                    fix="lower learning_rate; checkpoints saved before are kept",
                 )
             return False
         self.in_a_row = 0

@@ -20,7 +20,7 @@ from .results import (
 from .setup import Entry, Setup
 from .statistics import Interval, PairedTest, bootstrap, paired_test
 from .tally import Sources
-from .windows import describe_bos
+from .windows import SPAN_CORRUPTION, describe_bos
 
 WORST_TOKENS = 16  # documents shorter than this are not called worst
 
@@ -46,6 +46,11 @@ def summarise(setup: Setup, sources: Sources, documents: int) -> EvaluateResult:
         result.notices.append(
             f"not quite the same text: between {min(scored):,} and {max(scored):,} bytes were scored (a document's "
             "first token may have no context); --protocol rolling scores every byte"
+        )
+    if config.protocol == SPAN_CORRUPTION:
+        result.notices.append(
+            "bits/byte is the loss of the corrupted spans over the bytes of the whole text: it compares such models "
+            "with each other only"
         )
     for entry, model in zip(entries, result.models, strict=True):
         if not math.isfinite(model.bits_per_byte):

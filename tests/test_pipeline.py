@@ -44,6 +44,7 @@ from mha2gqa.recipe.sections import Method, Protocol
 from mha2gqa.reconstruct import ReconstructConfig
 from mha2gqa.uptraining import UptrainConfig
 from tests.conftest import pico_llama, word_tokenizer
+from tests.families import stock_model
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "tests" / "configs"
@@ -436,6 +437,20 @@ def test_sweep_makes_one_table_and_resumes(model: Path, text: Path, tmp_path: Pa
     wider = sweep(recipe | {"sweep": {"groups": [4, 1], "methods": ["mean", "first"], "bench": True}})
     new = {s["name"].split(":")[0] for s in wider.stages if s["status"] == "done"}
     assert new == {"G=4 first", "G=1 mean", "G=1 first"}
+
+
+def test_a_sweep_shares_moments_among_cells_of_one_class(text: Path, tmp_path: Path) -> None:
+    """GPT-2 with one KV head is measured as the class that it becomes, apart from those that stay GPT-2."""
+    folder = word_tokenizer(tmp_path / "gpt2")
+    stock_model("gpt2").save_pretrained(folder)
+    calibration = {"calibration": str(text), "calibration_tokens": 640, "calibration_window": 32}
+    convert = calibration | {"refit": False, "reconstruct": False}
+    recipe = recipe_for(folder, text, tmp_path / "out", convert=convert)
+    del recipe["uptrain"]
+    result = sweep(recipe | {"sweep": {"groups": [2, 1], "methods": ["joint", "align"], "alphas": [0]}})
+    assert len(result.models) == 5
+    kept = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
+    assert kept == ["statistics-mqa.safetensors", "statistics.safetensors"]
 
 
 # --- the rest --------------------------------------------------------------------------------------------

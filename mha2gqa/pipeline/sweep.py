@@ -9,7 +9,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+from ..architectures.reexpressed import REEXPRESSED
 from ..errors import UsageError
+from ..loading import load_config_json
 from ..recipe import Recipe
 from ..recipe.sections import Method
 from ..report import write_pictures, write_report
@@ -180,15 +182,21 @@ class _Sweep:
     def _recipe_of(self, cell: Cell) -> Recipe:
         convert = replace(self.recipe.convert, groups=cell.groups, grouping=cell.grouping, method=cell.method)
         if convert.calibration and cell.method in (None, *CALIBRATED):
-            convert = replace(
-                convert, statistics=convert.statistics or str(self.folder / "statistics.safetensors")
-            )
+            convert = replace(convert, statistics=self._statistics_of(cell, convert.statistics))
         else:
             convert = replace(convert, calibration=(), statistics=None)
         uptrain = self.recipe.uptrain
         if uptrain is not None:
             uptrain = replace(uptrain, alpha=cell.alpha, tokens=None)
         return replace(self.recipe, convert=convert, uptrain=uptrain, sweep=None)
+
+    def _statistics_of(self, cell: Cell, named: str | None) -> str:
+        """The file of moments that cells share; what is another class with one KV head was run as that class."""
+        path = Path(named or self.folder / "statistics.safetensors")
+        config = load_config_json(resolve_model(self.recipe.source))
+        becomes = any(route.only_mqa for route in REEXPRESSED.get(str(config.get("model_type")), ()))
+        apart = becomes and cell.groups == 1 and any(other.groups != 1 for other in self.cells)
+        return str(path.with_stem(f"{path.stem}-mqa") if apart else path)
 
     def _job(self, recipe: Recipe, name: str) -> Job:
         folder = self.folder / "cells" / name

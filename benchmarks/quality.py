@@ -42,6 +42,7 @@ from _quality_rows import (
 )
 from _quality_table import Table
 
+from mha2gqa.architectures.reexpressed import differs_for_mqa
 from mha2gqa.conversion import convert
 from mha2gqa.data import held_out, read_documents, token_blocks
 from mha2gqa.evaluation import block_loss
@@ -68,6 +69,7 @@ class Bench:
         self.args = args
         self.device = str(resolve_device(args.device))
         config = load_config_json(args.model)
+        self.model_type = str(config.get("model_type"))
         heads = ("num_key_value_heads", "num_attention_heads", "n_head", "num_heads")
         self.num_kv_heads: int = next(config[key] for key in heads if config.get(key))
         tokenizer = load_tokenizer(args.model)
@@ -155,12 +157,13 @@ class Bench:
             calibrated = row.stage == "convert" and row.variant != "weights-only"
             refit, reconstruct = VARIANTS.get(row.variant, (False, False))
             options: dict[str, Any] = {}
+            apart = "-mqa" if row.groups == 1 and differs_for_mqa(self.model_type) else ""
             if calibrated:
                 options = {
                     "calibration": [self.train],
                     "calibration_tokens": self.args.calibration_tokens,
                     "calibration_window": self.args.window,
-                    "statistics": str(self.args.work / f"{Path(self.args.model).name}.statistics"),
+                    "statistics": str(self.args.work / f"{Path(self.args.model).name}{apart}.statistics"),
                     "refit": refit,
                     "reconstruct": reconstruct,
                     "fit": ReconstructConfig(**fit_words(row.variant)),

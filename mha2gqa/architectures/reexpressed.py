@@ -42,3 +42,11 @@ REEXPRESSED: dict[str, tuple[Route, ...]] = {
     "internlm2": (Route("llama", auto=False),),
     "qwen": (Route("qwen2", auto=False),),
 }
+
+
+def differs_for_mqa(model_type: str) -> bool:
+    """Whether such a model becomes another class with one KV head, but stays what it is with several.
+
+    Moments are those of the class that is run: one KV head and several cannot share them.
+    """
+    return any(route.only_mqa for route in REEXPRESSED.get(model_type, ()))

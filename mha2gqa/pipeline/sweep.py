@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ..architectures.reexpressed import REEXPRESSED
+from ..architectures.reexpressed import differs_for_mqa
 from ..errors import UsageError
 from ..loading import load_config_json
 from ..recipe import Recipe
@@ -191,11 +191,11 @@ class _Sweep:
         return replace(self.recipe, convert=convert, uptrain=uptrain, sweep=None)
 
     def _statistics_of(self, cell: Cell, named: str | None) -> str:
-        """The file of moments that cells share; what is another class with one KV head was run as that class."""
+        """The file of moments that cells share, as far as they run the same class."""
         path = Path(named or self.folder / "statistics.safetensors")
-        config = load_config_json(resolve_model(self.recipe.source))
-        becomes = any(route.only_mqa for route in REEXPRESSED.get(str(config.get("model_type")), ()))
-        apart = becomes and cell.groups == 1 and any(other.groups != 1 for other in self.cells)
+        model_type = str(load_config_json(resolve_model(self.recipe.source)).get("model_type"))
+        mixed = len({other.groups == 1 for other in self.cells}) == 2
+        apart = mixed and cell.groups == 1 and differs_for_mqa(model_type)
         return str(path.with_stem(f"{path.stem}-mqa") if apart else path)
 
     def _job(self, recipe: Recipe, name: str) -> Job:

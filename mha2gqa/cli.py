@@ -165,12 +165,10 @@ def evaluate(models: tuple[str, ...], data: tuple[str, ...], output: str | None,
     """Score models on the same held-out tokens: loss, perplexity, bits/byte, KV bytes."""
     limits = given({name: words.pop(name) for name in ("max_ppl_ratio", "min_agreement", "fail_if_worse")})
     check_output(output)
-    from .evaluation import EvaluateConfig, check_limits
     from .evaluation import evaluate as call
-    from .evaluation.gates import measure_gates, require
+    from .evaluation.gates import check_wanted, measure_gates, require
 
-    against = words["against"]
-    check_limits(len(EvaluateConfig(models, data, against=against).subjects), against is not None, **limits)
+    check_wanted(models, words["against"], **limits)
     with progress_count("evaluate") as progress:
         result = call(list(models), list(data), progress=progress, **given(words)).to_dict()
     gates = measure_gates(result["models"], **limits)

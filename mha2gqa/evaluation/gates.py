@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import GateError, UsageError
-from .results import EvaluateResult
+from .results import EvaluateConfig, EvaluateResult, Subject
 
 
 def check_limits(
@@ -28,12 +28,7 @@ def check_limits(
     Raises:
         UsageError: Which gate, and what it needs.
     """
-    if max_ppl_ratio is not None and not 0 < max_ppl_ratio < math.inf:
-        raise UsageError(
-            "is no ratio of perplexities",
-            where=f"--max-ppl-ratio {max_ppl_ratio:g}",
-            fix="give a positive number such as 1.02",
-        )
+    check_ratio(max_ppl_ratio, "--max-ppl-ratio")
     if min_agreement is not None and not 0 <= min_agreement <= 1:
         raise UsageError(
             "is no share of the tokens",
@@ -46,6 +41,26 @@ def check_limits(
         raise UsageError(
             "agreement was not measured", where="--min-agreement", fix="name the original with --against"
         )
+
+
+def check_ratio(limit: float | None, name: str) -> None:
+    """Refuse a limit on the ratio of perplexities that nothing could pass or fail.
+
+    Args:
+        limit: None is no limit.
+        name: What the user calls it.
+    """
+    if limit is not None and not 0 < limit < math.inf:
+        raise UsageError(
+            "is no ratio of perplexities",
+            where=f"{name} {limit:g}",
+            fix="give a positive number such as 1.02",
+        )
+
+
+def check_wanted(models: Sequence[Subject], against: Subject | None, **limits: Any) -> None:
+    """`check_limits` for models as `evaluate` takes them."""
+    check_limits(len(EvaluateConfig(models, (), against=against).subjects), against is not None, **limits)
 
 
 def measure_gates(

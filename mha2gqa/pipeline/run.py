@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -15,7 +14,7 @@ from ..benchmark import bench, longest_context
 from ..conversion import convert
 from ..errors import UsageError
 from ..evaluation import evaluate
-from ..evaluation.gates import measure_gates, require
+from ..evaluation.gates import check_ratio, measure_gates, require
 from ..loading import load_config_json
 from ..recipe import FitRecipe, Recipe, check_training_words, load_recipe, parse_size, recipe_from_dict
 from ..reconstruct import ReconstructConfig
@@ -111,11 +110,7 @@ def check_recipe(recipe: Recipe) -> None:
         "output": recipe.output,
         "evaluate.data": recipe.evaluate.data,
     }
-    limit = recipe.report.max_ppl_ratio
-    if limit is not None and not 0 < limit < math.inf:
-        raise UsageError(
-            f"{limit:g} is no ratio of perplexities", where="recipe: report.max_ppl_ratio", fix="such as 1.02"
-        )
+    check_ratio(recipe.report.max_ppl_ratio, "recipe: report.max_ppl_ratio")
     if recipe.sweep is None:
         needed["convert.groups"] = recipe.convert.groups
     if recipe.uptrain is not None:

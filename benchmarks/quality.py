@@ -239,6 +239,7 @@ class Bench:
             device=self.args.device,
             holdout=0.0,
             force=True,
+            residual_dtype=self.args.residual_dtype,
         )
         seconds = time.monotonic() - began
         tokens = result.budget["tokens"]
@@ -246,8 +247,10 @@ class Bench:
         teacher = self.shape(self.args.model) if objective == "kd" else None
         flops = uptrain_flops(self.shape(out), teacher, tokens, self.args.window)
         shutil.rmtree(out)
+        narrow = self.args.residual_dtype != "float32"
         return {
             "loss": loss,
+            **({"residual_dtype": self.args.residual_dtype} if narrow else {}),
             "uptrained_tokens": tokens,
             "steps": result.budget["steps"],
             "unique_tokens": max(result.budget["unique_tokens"], before["unique_tokens"]),
@@ -349,6 +352,7 @@ def parse_args(
     add("--tune-groups", nargs="+", type=int, help="where rates are tried; default the first of --groups")
     add("--tune-alphas", nargs="+", type=float, help="default the first of --alphas")
     add("--batch-tokens", type=int, default=65536)
+    add("--residual-dtype", default="float32", help="of uptraining; rows with another go into another --out")
     add("--steps", type=int, help="uptraining steps instead of alpha (a try)")
     add("--calibration-tokens", type=int, default=524288)
     add("--train-bytes", type=int, help="read only so much training text")

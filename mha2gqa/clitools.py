@@ -306,6 +306,7 @@ def run_command(command: click.Group, argv: Sequence[str] | None = None) -> NoRe
     sys.excepthook = lambda kind, error, trace: _unexpected(state, args, error)
     try:
         code = command.main(args, prog_name="mha2gqa", standalone_mode=False, obj=state)
+        leave_processes()
         sys.exit(code if isinstance(code, int) else 0)
     except (click.Abort, KeyboardInterrupt):
         _fail(state, args, None, "interrupted", INTERRUPTED)
@@ -318,6 +319,18 @@ def run_command(command: click.Group, argv: Sequence[str] | None = None) -> NoRe
     except BrokenPipeError:  # `mha2gqa archs | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+
+
+def leave_processes() -> None:
+    """Take leave of the other processes of a distributed job, if there are any.
+
+    NCCL's threads must not outlive the interpreter: a process that ends before its group is destroyed can end
+    in a segmentation fault, and torchrun then reports a finished run as failed. Not after an error: the others
+    may be waiting for this process, and torchrun ends them.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def _unexpected(state: dict[str, int], args: list[str], error: BaseException) -> None:

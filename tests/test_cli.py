@@ -264,3 +264,19 @@ def test_archs_lists_every_type_with_its_fate() -> None:
     refused = {row["model_type"] for row in found["refused"]}
     assert {"deepseek_v3", "mamba", "jetmoe"} <= refused
     assert not refused & {row["model_type"] for row in found["supported"]}
+
+
+@pytest.mark.parametrize("error", [None, TrainingError("diverged")])
+def test_a_finished_command_leaves_its_process_group_and_a_failed_one_does_not_wait_for_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: TrainingError | None
+) -> None:
+    distributed = pytest.importorskip("torch").distributed
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        with pytest.raises(SystemExit) as caught:
+            run_command(command_that_raises(error) if error else commands.cli, ["fail" if error else "archs"])
+        assert (caught.value.code, distributed.is_initialized()) == ((1, True) if error else (0, False))
+    finally:
+        if distributed.is_initialized():
+            distributed.destroy_process_group()

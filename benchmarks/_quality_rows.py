@@ -38,7 +38,7 @@ def fit_words(variant: str) -> dict[str, Any]:
 
 
 START = "refit+reconstruct"  # where joint+… uptraining starts, unless its row names another variant
-OBJECTIVES = ("mean+ce", "mean+kd", "joint+ce", "joint+kd", "original+ce")
+OBJECTIVES = ("mean+ce", "mean+kd", "mean+mix", "joint+ce", "joint+kd", "joint+mix", "original+ce")
 
 
 @dataclass(frozen=True)

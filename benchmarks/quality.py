@@ -231,7 +231,8 @@ class Bench:
             str(out),
             [self.train],
             **budget,
-            teacher=self.args.model if objective == "kd" else "none",
+            teacher="none" if objective == "ce" else self.args.model,
+            ce_weight=0.5 if objective == "mix" else 0.0,
             learning_rate=rate,
             batch_tokens=self.args.batch_tokens,
             window=self.args.window,
@@ -244,7 +245,7 @@ class Bench:
         seconds = time.monotonic() - began
         tokens = result.budget["tokens"]
         loss = self.loss(out, "tune" if row.stage == "tune" else "")
-        teacher = self.shape(self.args.model) if objective == "kd" else None
+        teacher = None if objective == "ce" else self.shape(self.args.model)
         flops = uptrain_flops(self.shape(out), teacher, tokens, self.args.window)
         shutil.rmtree(out)
         narrow = self.args.residual_dtype != "float32"
@@ -344,7 +345,13 @@ def parse_args(
     add("--variants", nargs="+", choices=list(VARIANTS), default=["merged", "refit", "refit+reconstruct"])
     add("--seeds", nargs="+", type=int, default=[0, 1, 2])
     add("--uptrain-seeds", type=int, default=1, help="how many of the seeds are uptrained")
-    add("--objectives", nargs="+", choices=OBJECTIVES, default=list(OBJECTIVES))
+    add(
+        "--objectives",
+        nargs="+",
+        choices=OBJECTIVES,
+        default=[name for name in OBJECTIVES if not name.endswith("mix")],
+        help="ce: next-token loss, kd: distillation, mix: half of each",
+    )
     add("--start", choices=list(VARIANTS), default=START, help="where joint+… uptraining starts")
     add("--alphas", nargs="+", type=float, default=[0.01, 0.05])
     add("--original-tokens", type=int, default=6000 * 65536)

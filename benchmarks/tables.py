@@ -202,7 +202,7 @@ def uptrain_scaling(record: Mapping[str, Any]) -> str:
         "global batch everywhere. Results are loaded with the stock class."
     )
     head = ["", "GPUs", "largest difference of a step's loss to one GPU", "held-out loss"]
-    return f"{about}\n\n{markdown(head, lines)}"
+    return "\n\n".join(filter(None, [about, markdown(head, lines), record.get("note")]))
 
 
 def uptrain_adapters(record: Mapping[str, Any]) -> str:

@@ -114,6 +114,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         out[f"ours_to_best_rival_{objective}"] = ratio(own, *rivals)
         narrow = own | {"residual_dtype": "bfloat16"}
         out[f"ours_bf16_residual_to_best_rival_{objective}"] = ratio(narrow, *rivals)
+        out[f"liger_to_ours_{objective}"] = ratio(own | {"contender": "liger"}, own)
     out["kd_to_ce"] = ratio(one | {"objective": "kd"}, one | {"objective": "ce"})
     for row in rows:
         if row.get("contender") == "ours" and row.get("gpus", 1) > 1 and row.get("tokens_per_second"):

@@ -32,8 +32,8 @@ def test_rows_are_unique_and_the_first_seed_of_everything_comes_first() -> None:
     assert len(set(keys)) == len(keys)
     assert keys[0] == "baselines/original/G16/seed0"
     # 1 + 3*2 baselines; 2 methods x 2 variants x 2 G + 2 special x 2 G + 2 seeds x 2 methods x 2 G;
-    # (4 recipes x 2 G + 1 control) x 2 alphas
-    assert len(keys) == 7 + (8 + 4 + 8) + 18
+    # (6 recipes x 2 G + 1 control) x 2 alphas
+    assert len(keys) == 7 + (8 + 4 + 8) + 26
     converted = [row for row in plan if row.stage == "convert"]
     assert [row.seed for row in converted] == sorted(row.seed for row in converted)
     assert {row.groups for row in plan if row.method == "original+ce"} == {16}
@@ -175,10 +175,12 @@ def test_ratios_of_training_speed_are_taken_within_a_run() -> None:
         rows.append(one | {"contender": "nanogpt", "tokens_per_second": 100.0 * speed, "run": run})
         rows.append(one | {"contender": "trainer", "tokens_per_second": 80.0 * speed, "run": run})
     narrow = {"contender": "ours", "residual_dtype": "bfloat16", "tokens_per_second": 112.2, "run": "1"}
+    liger = {"contender": "liger", "tokens_per_second": 89.1, "run": "0"}
     many = {"contender": "ours", "gpus": 4, "parallel": "fsdp", "tokens_per_second": 356.4, "run": "0"}
-    assert uptrain_throughput.summary([*rows, one | narrow, one | many, {"error": "x"}]) == {
+    assert uptrain_throughput.summary([*rows, one | narrow, one | liger, one | many, {"error": "x"}]) == {
         "ours_to_best_rival_ce": 0.99,
         "ours_bf16_residual_to_best_rival_ce": 1.02,
+        "liger_to_ours_ce": 0.9,
         "scaling_fsdp_ce_4": 3.6,
     }
 
@@ -189,9 +191,10 @@ def test_runs_on_several_gpus_are_rendered() -> None:
         "fsdp": {"gpus": 4, "largest_difference": 0.00123, "loss": 3.40004},
         "resumed": {"gpus": [4, 2], "error": "x"},
     }
-    about = {"model": "m", "groups": 4, "steps": 60, "batch_tokens": 65536}
+    about = {"model": "m", "groups": 4, "steps": 60, "batch_tokens": 65536, "note": "one of them failed"}
     text = tables.uptrain_scaling(about | {"provenance": {"hardware": {"gpu": "GPU"}}, "runs": runs})
     assert "| FSDP2 | 4 | 1.2e-03 | 3.40004 |" in text and "| 4, then 2 | failed |" in text
+    assert text.endswith("\n\none of them failed")
 
 
 def test_every_results_file_is_rendered() -> None:
@@ -236,6 +239,28 @@ def test_rows_are_measured_once_and_written_one_by_one(
     joined = ["--out", f"{tmp_path}/joined.json", "--resume", f"{tmp_path}/quality.json", "--only", "nothing"]
     quality.run(quality.parse_args([*options, *joined]))
     assert json.loads((tmp_path / "joined.json").read_text())["rows"] == again["rows"]
+
+
+@pytest.mark.parametrize(
+    ("objective", "teacher", "weight"), [("ce", "none", 0.0), ("kd", "tiny", 0.0), ("mix", "tiny", 0.5)]
+)
+def test_what_a_row_is_trained_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, objective: str, teacher: str, weight: float
+) -> None:
+    asked: dict[str, Any] = {}
+
+    def uptrain(*_: Any, **words: Any) -> Any:
+        asked.update(words)
+        raise KeyboardInterrupt
+
+    words = ["--model", "tiny", "--train", "x", "--valid", "x", "--work", str(tmp_path)]
+    bench = object.__new__(quality.Bench)
+    bench.args, bench.train = quality.parse_args([*words, "--residual-dtype", "bfloat16"]), "x"
+    monkeypatch.setattr(quality, "uptrain", uptrain)
+    monkeypatch.setattr(quality.Bench, "converted", lambda self, row: (tmp_path, {}))
+    with pytest.raises(KeyboardInterrupt):
+        bench.uptrained(quality.Row("uptrain", f"mean+{objective}", 2, alpha=0.01), 1e-3)
+    assert (asked["teacher"], asked["ce_weight"], asked["residual_dtype"]) == (teacher, weight, "bfloat16")
 
 
 def test_a_recipe_takes_the_rate_that_was_best_nearest_to_its_budget(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from safetensors import SafetensorError
 
+from .architectures.leftovers import without_leftovers
 from .errors import CheckpointError, UsageError, config_refusals, hub_refusals, reason
 from .modeling import register
 
@@ -255,7 +256,7 @@ def _check_loading_info(info: Mapping[str, Any], path: str | Path, own_code: boo
     ]
     faults = {
         "missing": sorted(info["missing_keys"]),
-        "unexpected": sorted(info["unexpected_keys"]),
+        "unexpected": without_leftovers(info["unexpected_keys"]),
         "of another shape": sorted(mismatched),
         "error": sorted(map(str, info.get("error_msgs", ()))),
     }

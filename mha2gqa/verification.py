@@ -13,6 +13,7 @@ from torch import Tensor
 
 from . import heads
 from .architectures import find_sites, find_spec, geometry
+from .architectures.leftovers import without_leftovers
 from .checkpoint import MANIFEST, Checkpoint, open_checkpoint, read_json
 from .errors import Mha2gqaError, config_refusals, reason
 from .merging import MERGERS, MergeContext
@@ -130,7 +131,8 @@ def _loads(checkpoint: Checkpoint) -> Check:
         return Check("loads", None, f"not checked: {str(error).strip().splitlines()[0]}")
     except UNLOADABLE + config_refusals() as error:
         return Check("loads", False, f"{cls.__name__}: {reason(error)}")
-    wrong = {kind: sorted(map(str, keys)) for kind, keys in info.items() if keys}
+    found = {**info, "unexpected_keys": without_leftovers(info["unexpected_keys"])}
+    wrong = {kind: sorted(map(str, keys)) for kind, keys in found.items() if keys}
     return Check("loads", not wrong, f"{cls.__name__}: {wrong or 'no missing or unexpected tensor'}")
 
 

@@ -40,6 +40,7 @@ def find_sites(spec: AttentionSpec, names: Iterable[str]) -> list[AttentionSite]
         CheckpointError: A projection is missing, or two towers claim the same layer.
     """
     inside, roles = _role_pattern(spec)
+    only_in = {extra.name: extra.kind for extra in spec.extras if extra.kind}
     prefix = "|".join(re.escape(p) for p in sorted(spec.prefixes, key=len, reverse=True))
     alternatives = []
     for i, (_, template) in enumerate(spec.modules):
@@ -54,6 +55,9 @@ def find_sites(spec: AttentionSpec, names: Iterable[str]) -> list[AttentionSite]
         which = next(i for i in range(len(spec.modules)) if match[f"m{i}"] is not None)
         layer = int(match.groupdict().get(f"layer{which}") or 0)
         role = roles.get(match["inside"], match["inside"])
+        kind = spec.modules[which][0]
+        if only_in.get(role, kind) != kind:
+            continue
         found.setdefault((layer, which, match["path"]), {})[role] = name
     return _checked_sites(spec, found)
 

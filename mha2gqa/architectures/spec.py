@@ -25,12 +25,14 @@ class HeadExtra:
         per: Whether the slices belong to KV heads (pooled) or to query heads (permuted).
         axis: The axis that is `heads * slice` long.
         reads_kv: Whether axis 1 runs over the KV heads too, as inputs: those are summed over a group.
+        kind: The kind of attention that has it, None for every kind. Elsewhere such a tensor is none of ours.
     """
 
     name: str
     per: Literal["kv", "query"]
     axis: int = 0
     reads_kv: bool = False
+    kind: str | None = None
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..architectures.leftovers import without_leftovers
 from ..errors import CheckpointError
 
 
@@ -57,10 +57,6 @@ class Reexpression:
             f"{self.source_type} has no KV-head count in transformers: written as {self.target_type}, a stock class "
             "that computes the same"
         )
-
-
-# Names that carry no weights: causal masks and RoPE tables.
-BUFFERS = r".*\.(attn|attention|self_attn)\.(bias|masked_bias|causal_mask|rotary_emb\.inv_freq)"
 
 
 def copied(x: Tensor) -> Tensor:
@@ -118,7 +114,7 @@ class RecipeBook:
         Raises:
             CheckpointError: A tensor is left over: the source is not what its config says.
         """
-        left = sorted(n for n in self.names - self._used if not re.fullmatch(BUFFERS, n))
+        left = without_leftovers(self.names - self._used)
         if left:
             more = "" if len(left) <= 5 else f" and {len(left) - 5} more"
             raise CheckpointError(

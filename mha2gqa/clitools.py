@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("mha2gqa")
 FLAGS = ("json", "verbose", "quiet")
 INTERRUPTED = 130
+FIRST_SPEAKS = 10.0  # seconds in which the first process meets what another one has met
 
 
 class Count(click.ParamType):
@@ -349,11 +351,18 @@ def _fail(
 def _report(
     state: dict[str, int], args: list[str], error: BaseException | None, message: str, code: int
 ) -> None:
+    """One line on stderr, from the first process; from another only what the first does not meet as well."""
+    who = ""
+    if not first_process():
+        if code == INTERRUPTED:  # all of them are, and agreed on it
+            return
+        time.sleep(FIRST_SPEAKS)  # torchrun ends this process as soon as the first has failed
+        who = f" (process {os.environ['RANK']})"
     if error is not None and (state.get("verbose") or os.environ.get("MHA2GQA_DEBUG") == "1"):
         import traceback
 
         traceback.print_exception(error)
-    click.echo(f"mha2gqa: {message}" if code == INTERRUPTED else f"error: {message}", err=True)
+    click.echo(f"mha2gqa: {message}" if code == INTERRUPTED else f"error{who}: {message}", err=True)
     wanted = ("--json" in args or state.get("json")) and first_process()
     if wanted and not state.get("emitted"):  # else the result itself says what failed
         from .results import SCHEMA_VERSION

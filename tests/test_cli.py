@@ -280,3 +280,25 @@ def test_a_finished_command_leaves_its_process_group_and_a_failed_one_does_not_w
     finally:
         if distributed.is_initialized():
             distributed.destroy_process_group()
+
+
+def test_only_the_first_process_says_what_all_meet(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr("mha2gqa.clitools.time.sleep", waited.append)
+    monkeypatch.setenv("RANK", "0")
+    first = run("verify", "nowhere", "--json", code=1)
+    assert first[2].startswith("error: nowhere: ") and not waited
+    monkeypatch.setenv("RANK", "1")
+    other = run("verify", "nowhere", "--json", code=1)
+    # It lives on only where the first process did not fail: then this line is the only one.
+    assert other[1:] == ("", first[2].replace("error:", "error (process 1):")) and waited == [10.0]
+
+
+def test_an_interruption_is_said_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit) as caught:
+        run_command(command_that_raises(KeyboardInterrupt()), ["fail"])
+    assert (caught.value.code, "".join(capsys.readouterr()).strip()) == (130, "")  # click ends the line

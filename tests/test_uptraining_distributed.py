@@ -16,7 +16,9 @@ from distributed_worker import RUN, in_memory
 from safetensors.torch import load_file
 from training import family
 
+from mha2gqa.errors import TrainingError
 from mha2gqa.uptraining import uptrain
+from mha2gqa.uptraining.sharding import lost_processes
 
 
 def launch(mode: str, folder: Path) -> dict:
@@ -83,3 +85,52 @@ def test_two_processes_equal_one(one_process, mode, tmp_path):
     for name in ours:
         torch.testing.assert_close(ours[name], theirs[name], rtol=1e-3, atol=1e-5, msg=name)
     assert not list(tmp_path.glob("up.partial*"))
+
+
+def test_torchrun_prints_a_refusal_once(tmp_path):
+    _, student, _ = family(tmp_path)
+    words = ["uptrain", student, tmp_path / "up", "--data", tmp_path / "nowhere.jsonl", "--tokens", "640"]
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "mha2gqa", *words]
+    done = subprocess.run(
+        [
+            sys.executable,
+            *map(str, command),
+            "--device",
+            "cpu",
+            "--window",
+            "16",
+            "--batch-tokens",
+            "64",
+            "--json",
+        ],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    said = f"{tmp_path / 'nowhere.jsonl'}: no such file or folder"
+    assert [line for line in done.stderr.splitlines() if "nowhere" in line] == [f"error: {said}"]
+    assert json.loads(done.stdout)["error"] == {"message": said, "exit_code": 1}
+    assert done.returncode == 1 and not (tmp_path / "up.uptrain").exists()
+
+
+def test_a_lost_process_is_said_in_plain_words(tmp_path):
+    with (
+        pytest.raises(RuntimeError, match=r"^Connection reset by peer$"),
+        lost_processes(),
+    ):  # nothing distributed
+        raise RuntimeError("Connection reset by peer")
+    place = f"file://{tmp_path / 'store'}"
+    torch.distributed.init_process_group("gloo", init_method=place, rank=0, world_size=1)
+    try:
+        with (
+            pytest.raises(
+                TrainingError, match="another process of the run has ended .* same command goes on"
+            ),
+            lost_processes(),
+        ):
+            raise RuntimeError("[pair.cc:537] Read error: Connection reset by peer. GLHF!")
+        with pytest.raises(RuntimeError, match="mat1"), lost_processes():
+            raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+    finally:
+        torch.distributed.destroy_process_group()

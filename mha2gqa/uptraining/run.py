@@ -27,7 +27,7 @@ from .outcome import UptrainResult, summarise
 from .publishing import manifest_with, publish_trained
 from .quantised import add_quantised_adapter, merge_quantised, require_bitsandbytes
 from .session import Trained, train
-from .sharding import whole_models
+from .sharding import lost_processes, whole_models
 from .teaching import cache_teacher, find_teacher, load_teacher
 from .workspace import TEACHER, Workspace, changed_keys, checkpoint_stamp, recipe_keys
 
@@ -78,7 +78,7 @@ def uptrain(model: str | Path, out: str | Path, data: Any, **options: Any) -> Up
 
 def run_uptrain(config: UptrainConfig) -> UptrainResult:
     """`uptrain` from a finished config."""
-    with closing(Workspace(Path(config.out))) as workspace:
+    with lost_processes(), closing(Workspace(Path(config.out))) as workspace:
         return _run(config, workspace)
 
 

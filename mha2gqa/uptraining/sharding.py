@@ -1,4 +1,4 @@
-"""What FSDP2 and ZeRO-3 need from us: an exact reduction, a sharded teacher, whole weights to read and write."""
+"""What several processes need from us: an exact reduction, a sharded teacher, whole weights, a word on lost ones."""
 
 from __future__ import annotations
 
@@ -10,8 +10,38 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, TrainingError, reason
 from .compiling import repeated_layers
+
+# What gloo and NCCL say where the other end of a connection is no longer there.
+GONE = (
+    "by peer",
+    "Broken pipe",
+    "Connection refused",
+    "remote process exited",
+    "communicator was aborted",
+    "Timed out waiting",
+)
+
+
+@contextmanager
+def lost_processes() -> Iterator[None]:
+    """Say in plain words that another process of the run has ended.
+
+    Raises:
+        TrainingError: It has, inside.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if not distributed or not any(sign in str(error) for sign in GONE):
+            raise
+        raise TrainingError(
+            f"another process of the run has ended ({reason(error, 120)})",
+            where="uptrain",
+            fix="see what it said; the same command goes on from the last checkpoint",
+        ) from error
 
 
 def is_fsdp2(accelerator: Any) -> bool:

@@ -19,37 +19,10 @@ from ..errors import UsageError
 from ..recipe.values import coerce
 from .budget import Budget, UptrainConfig, default_learning_rate
 from .liger import OWN_LOSS, require_liger
+from .words import OWNED, check_together, check_word
 
 MICRO_BATCH_TOKENS = {"cpu": 4096, "default": 16_384}
 
-# TrainingArguments that the budget or the data decide; the words to use instead.
-OWNED = {
-    "output_dir": "OUT",
-    "max_steps": "alpha or tokens",
-    "num_train_epochs": "alpha or tokens",
-    "gradient_accumulation_steps": "batch_tokens and per_device_train_batch_size",
-    "label_smoothing_factor": "ce_weight and temperature",
-    "remove_unused_columns": "data",
-    "train_sampling_strategy": "seed",
-    "data_seed": "seed",
-    "ignore_data_skip": "nothing: data position is always exact",
-    "resume_from_checkpoint": "nothing: the same command resumes by itself",
-    "auto_find_batch_size": "per_device_train_batch_size",
-    "load_best_model_at_end": "nothing: the last step is the result",
-    "warmup_ratio": "warmup_steps (below 1 it is a fraction)",
-    "do_train": "nothing",
-    "use_cpu": "device",
-    "eval_strategy": "eval_steps and eval_data",
-    "save_strategy": "save_steps",
-    "save_only_model": "nothing: without the optimiser's state there is no resuming",
-    "enable_jit_checkpoint": "nothing: SIGTERM saves already",
-    "label_names": "data",
-    "do_eval": "eval_data",
-    "eval_on_start": "nothing: the held-out text is scored before the first step",
-    "torch_compile_backend": "torch_compile",
-    "torch_compile_mode": "torch_compile",
-    "push_to_hub": "mha2gqa push OUT",
-}
 # Names that changed between the transformers versions supported.
 RENAMED = (("activation_checkpointing", "gradient_checkpointing"),)
 
@@ -71,8 +44,8 @@ def check_training_args(given: Mapping[str, Any]) -> dict[str, Any]:
             for ours, theirs in ((new, old), (old, new), (f"{new}_kwargs", f"{old}_kwargs")):
                 if name == ours and name not in known:
                     name = theirs
-        if name in OWNED:
-            raise UsageError("is decided elsewhere", where=name, fix=f"use {OWNED[name]}")
+        if name in OWNED:  # some of them only in other versions
+            check_word(name, value)
         if name not in known:
             close = difflib.get_close_matches(name, known | {f.name for f in fields(UptrainConfig)}, n=1)
             raise UsageError(
@@ -81,6 +54,8 @@ def check_training_args(given: Mapping[str, Any]) -> dict[str, Any]:
                 fix=f"did you mean {close[0]}?" if close else None,
             )
         out[name] = _typed(hints[name], value, name)
+        check_word(name, out[name])
+    check_together(out)
     return out
 
 
@@ -123,8 +98,15 @@ def _built(words: dict[str, Any]) -> TrainingArguments:
         args = TrainingArguments(**words)
         for tracker in get_reporting_integration_callbacks(args.report_to):
             tracker()  # it says what is to be installed
-        Trainer.get_optimizer_cls_and_kwargs(args)
-    except (ImportError, RuntimeError, TypeError, ValueError) as error:
+        _, used = Trainer.get_optimizer_cls_and_kwargs(args)
+        plain = words | {"optim_args": None}
+        if args.optim_args and used == Trainer.get_optimizer_cls_and_kwargs(TrainingArguments(**plain))[1]:
+            raise UsageError(
+                f"is not read by optim {args.optim.value}",
+                where=f"optim_args {args.optim_args}",
+                fix="leave it out",
+            )
+    except (ImportError, OSError, RuntimeError, TypeError, ValueError) as error:
         raise UsageError(" ".join(str(error).split()), where="training arguments") from error
     return args
 
@@ -182,6 +164,7 @@ def build_arguments(
             where="dataloader_num_workers",
             fix="leave out it or streaming",
         )
+    own_accelerator = extra.pop("accelerator_config", None) or {}
     on_cpu = check_device(config.device)
     device = "cpu" if on_cpu else "cuda"
     micro = micro_batch(budget, world_size(), device, extra.pop("per_device_train_batch_size", None))
@@ -208,7 +191,8 @@ def build_arguments(
         "accelerator_config": {
             "gradient_accumulation_kwargs": {"sync_each_batch": bool(extra.get("fsdp"))},
             "non_blocking": not on_cpu,  # batches come from pinned memory: no wait for the step before
-        },
+        }
+        | dict(own_accelerator),
     }
     fixed: dict[str, Any] = {
         "output_dir": str(folder),

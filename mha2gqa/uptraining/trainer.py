@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, SequentialSampler
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainingArguments
 
+from ..errors import UsageError
 from ..loading import quiet
 from .batches import BlockOrder, Blocks, BlockStream, Collate, Position, as_is
 from .budget import Budget, UptrainConfig, learning_rate_factor, warmup_count
@@ -80,6 +81,10 @@ class UptrainTrainer(Trainer):
             data_collator=cast(Any, run.collate if stream else as_is),
             callbacks=[stopper],
         )
+        if args.fsdp and not self.is_fsdp_enabled:  # accelerate leaves it out without a word
+            raise UsageError(
+                f"does not shard on {args.device.type}", where="fsdp", fix="leave it out, or train on GPUs"
+            )
         self.run, self.stopper = run, stopper
         for callback in (PrinterCallback, ProgressCallback):  # they print; logs go through logging
             self.remove_callback(callback)

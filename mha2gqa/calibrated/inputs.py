@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..calibration import Batch
-from ..data import encode_documents, read_documents, span_corruption
+from ..data import encode_documents, read_documents, span_corruption, within
 from ..data.spans import sentinel_ids
 from ..errors import DataError, UsageError
 from ..evaluation import block_loss
@@ -83,20 +83,24 @@ def calibration_inputs(
         At least one row; shorter than the window where there is less text.
 
     Raises:
-        DataError: Next to no text.
+        DataError: Next to no text, or another model's tokenizer.
         UsageError: An encoder-decoder that was not pretrained on corrupted spans.
     """
     texts = read_documents(options.texts, text_column=options.text_column)
     window = min(options.window, context(config) or options.window)
-    if not getattr(known_config(config), "is_encoder_decoder", False):
-        return Inputs(cut_blocks(tokenizer, texts, window, options.tokens, overlap=1))
+    known = known_config(config)
+    embeddings = getattr(known, "vocab_size", None)
+    where = tokenizer.name_or_path or "tokenizer"
+    ids = within(encode_documents(tokenizer, texts), embeddings, where)
+    if not getattr(known, "is_encoder_decoder", False):
+        return Inputs(cut_blocks(ids, window, options.tokens, overlap=1))
     if not sentinel_ids(tokenizer):
         raise UsageError(
             f"plain text cannot calibrate a {config.get('model_type')} model whose tokenizer has no span sentinels",
             where="--calibration",
             fix="use --method joint without text, or --statistics measured with calibration.collect",
         )
-    blocks = cut_blocks(tokenizer, texts, window, options.tokens, overlap=0)
+    blocks = cut_blocks(ids, window, options.tokens, overlap=0)
     made = span_corruption(tokenizer, config, blocks.shape[1], options.seed)
     encoder, targets = made(blocks.numpy(), range(len(blocks)))
     rows = {"input_ids": encoder, "decoder_input_ids": made.decoder_inputs(targets), SPAN_LABELS: targets}
@@ -113,14 +117,11 @@ def context(config: Mapping[str, Any]) -> int | None:
     return None
 
 
-def cut_blocks(
-    tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], window: int, tokens: int, overlap: int
-) -> Tensor:
+def cut_blocks(documents: Iterable[np.ndarray], window: int, tokens: int, overlap: int) -> Tensor:
     """Joined documents cut into blocks of `window` (+ `overlap`) ids, as the protocol `blocks` does.
 
     Args:
-        tokenizer: Of the model.
-        texts: Documents.
+        documents: Token ids `[n]` of one document after the other.
         window: Tokens between the starts of two blocks; less where the text is shorter.
         tokens: Use at most so many.
         overlap: Ids a block shares with the next.
@@ -129,7 +130,7 @@ def cut_blocks(
         DataError: Fewer than 64 tokens of text.
     """
     parts, count = [], 0
-    for ids in encode_documents(tokenizer, texts):
+    for ids in documents:
         parts.append(ids)
         count += len(ids)
         if count >= tokens + overlap:

@@ -15,6 +15,7 @@ from .tokens import (
     eos_id,
     iterate_blocks,
     token_blocks,
+    within,
 )
 
 __all__ = [
@@ -35,4 +36,5 @@ __all__ = [
     "span_corruption",
     "split_documents",
     "token_blocks",
+    "within",
 ]

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import DataError, UsageError
+from .tokens import within
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -158,7 +159,7 @@ def span_corruption(
         seed: Of the noise.
 
     Raises:
-        DataError: Too few sentinels, or no end or start token.
+        DataError: Too few sentinels, no end or start token, or another model's tokenizer.
         UsageError: The block is too short to corrupt.
     """
     if tokens < 3:
@@ -182,7 +183,10 @@ def span_corruption(
     start = config.get("pad_token_id", tokenizer.pad_token_id) if start is None else start
     if start is None:
         raise DataError("no decoder_start_token_id", where="config.json", fix="restore the original's")
-    return SpanCorruption(tokens, tuple(sentinels[:spans]), int(tokenizer.eos_token_id), int(start), seed)
+    made = SpanCorruption(tokens, tuple(sentinels[:spans]), int(tokenizer.eos_token_id), int(start), seed)
+    ids = np.array([*made.sentinels, made.eos, made.start])
+    next(within([ids], config.get("vocab_size"), where))
+    return made
 
 
 def sentinel_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -78,6 +78,28 @@ def encode_documents(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -
             yield np.array([*head, *ids, eos], dtype=np.int32)
 
 
+def within(documents: Iterable[np.ndarray], embeddings: int | None, where: str) -> Iterator[np.ndarray]:
+    """Encoded documents as they are, as long as the model has an embedding for every id.
+
+    Args:
+        documents: Token ids `[n]` of one document after the other; ids without loss may be `-id - 1`.
+        embeddings: How many the model has; None if that is not known.
+        where: The model, for the message.
+
+    Raises:
+        DataError: The tokenizer is another model's.
+    """
+    for ids in documents:
+        highest = int(np.maximum(ids, ~ids).max(initial=0))
+        if embeddings is not None and highest >= embeddings:
+            raise DataError(
+                f"the tokenizer gives id {highest}, the model has {embeddings} embeddings",
+                where=where,
+                fix="use the tokenizer the model was trained with",
+            )
+        yield ids
+
+
 def iterate_blocks(
     tokenizer: PreTrainedTokenizerBase,
     texts: Iterable[str],

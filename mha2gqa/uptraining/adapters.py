@@ -164,16 +164,15 @@ def merge_adapter(wrapped: Any, folder: Path, name: str, stored: torch.dtype) ->
     with whole_or_gone(folder):
         wrapped.save_pretrained(folder)
     device = next(wrapped.parameters()).device
-    width = min(64, wrapped.config.get_text_config().vocab_size)
-    ids = torch.arange(width, device=device)[None]
-    before = wrapped(input_ids=ids, use_cache=False).logits.float()
+    batch = probe(wrapped, device)
+    before = wrapped(**batch, use_cache=False).logits.float()
     merged = wrapped.merge_and_unload()
-    difference = {"exact": relative_difference(merged, ids, before)}
+    difference = {"exact": relative_difference(merged, batch, before)}
     rounded = {n: p.detach().to("cpu", stored) for n, p in merged.named_parameters()}
     kept = {n: p.detach().to("cpu", copy=True) for n, p in merged.named_parameters()}
     for n, p in merged.named_parameters():
         p.copy_(rounded[n])
-    difference["stored"] = relative_difference(merged, ids, before)
+    difference["stored"] = relative_difference(merged, batch, before)
     for n, p in merged.named_parameters():
         p.copy_(kept[n])
     if not difference["exact"] <= EXACT:
@@ -191,7 +190,15 @@ def merge_adapter(wrapped: Any, folder: Path, name: str, stored: torch.dtype) ->
     return merged, difference
 
 
-def relative_difference(model: Any, ids: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Largest difference of a model's logits on `ids` to `wanted` ones, over the spread of those."""
-    logits = model(input_ids=ids, use_cache=False).logits.float()
+def probe(model: Any, device: torch.device | str) -> dict[str, torch.Tensor]:
+    """What a model reads to be compared with another: its first ids, in the decoder too where there are two."""
+    ids = torch.arange(min(64, model.config.get_text_config().vocab_size), device=device)[None]
+    return {"input_ids": ids} | (
+        {"decoder_input_ids": ids} if getattr(model.config, "is_encoder_decoder", False) else {}
+    )
+
+
+def relative_difference(model: Any, batch: Mapping[str, torch.Tensor], wanted: torch.Tensor) -> float:
+    """Largest difference of a model's logits on a batch to `wanted` ones, over the spread of those."""
+    logits = model(**batch, use_cache=False).logits.float()
     return float((logits - wanted).abs().max() / wanted.std().clamp_min(1e-12))

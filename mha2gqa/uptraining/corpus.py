@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ..data import Document, cut_blocks, encode_documents, held_out, read_records
+from ..data import Document, cut_blocks, encode_documents, held_out, read_records, within
 from ..errors import DataError, UsageError
 from .batches import BlockOrder, Blocks, BlockStream, Collate, Collator, Mixture, save_blocks, share_out
 from .budget import Budget, UptrainConfig
@@ -108,19 +108,28 @@ class Cutter:
         tokenizer: Of the model.
         chats: Whether the documents are chats.
         folder: Where the files go.
+        embeddings: How many the model has, None if that is not known.
     """
 
     def __init__(
-        self, config: UptrainConfig, budget: Budget, tokenizer: Any, chats: bool, folder: Path
+        self,
+        config: UptrainConfig,
+        budget: Budget,
+        tokenizer: Any,
+        chats: bool,
+        folder: Path,
+        embeddings: int | None = None,
     ) -> None:
         self.config, self.budget, self.tokenizer = config, budget, tokenizer
-        self.chats, self.folder = chats, folder
+        self.chats, self.folder, self.embeddings = chats, folder, embeddings
 
     def encode(self, documents: Iterable[Document]) -> Iterator[np.ndarray]:
         """Ids of each document, through the chat template where they are chats."""
         if self.chats:
-            return encode_chats(self.tokenizer, documents, self.config.assistant_only_loss)
-        return encode_documents(self.tokenizer, (_text(d) for d in documents))
+            ids = encode_chats(self.tokenizer, documents, self.config.assistant_only_loss)
+        else:
+            ids = encode_documents(self.tokenizer, (_text(d) for d in documents))
+        return within(ids, self.embeddings, self.config.model)
 
     def shuffled(self, documents: Iterable[Document], notices: list[str]) -> Iterator[Document]:
         """The documents in an order given by the seed."""
@@ -162,7 +171,12 @@ def _text(document: Document) -> str:
 
 
 def load_corpus(
-    config: UptrainConfig, budget: Budget, tokenizer: Any, folder: Path, collate: Collate
+    config: UptrainConfig,
+    budget: Budget,
+    tokenizer: Any,
+    folder: Path,
+    collate: Collate,
+    embeddings: int | None = None,
 ) -> Corpus:
     """Read and cut the data of a run; what is cut is kept in `folder` for a resumed run.
 
@@ -171,9 +185,10 @@ def load_corpus(
         tokenizer: Of the model.
         folder: The workspace.
         collate: Makes batches.
+        embeddings: How many the model has, None if that is not known.
 
     Raises:
-        DataError: There is no training text, or less than one block of it.
+        DataError: There is no training text, less than one block of it, or another model's tokenizer.
         UsageError: The data is of a kind that the options do not fit.
     """
     texts, notices = Texts(config), list[str]()
@@ -183,7 +198,7 @@ def load_corpus(
             where = "isolate_documents" if config.isolate_documents else "objective span-corruption"
             raise UsageError("is not possible with chats", where=where, fix="leave it out, or train on text")
         collate = Collator(counts_labels=True)
-    cutter = Cutter(config, budget, tokenizer, chats, folder)
+    cutter = Cutter(config, budget, tokenizer, chats, folder, embeddings)
     scored = _held_out_blocks(cutter, texts, notices)
     if config.streaming:
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 from collections.abc import Mapping
 from functools import partial
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..architectures.leftovers import without_leftovers
 from ..checkpoint import DTYPES, MANIFEST, Checkpoint, edit_config, read_json
 from ..errors import CheckpointError
 from ..loading import quiet
@@ -29,7 +31,7 @@ def named_as_stored(model: Any, state: Mapping[str, Tensor], source: Checkpoint)
         source: The input checkpoint.
 
     Returns:
-        Exactly the source's tensors, each in the source's shape.
+        The source's tensors, each in the source's shape, but those that are no part of the model.
 
     Raises:
         CheckpointError: A tensor is missing or has another shape (a sharded save gone wrong).
@@ -41,11 +43,13 @@ def named_as_stored(model: Any, state: Mapping[str, Tensor], source: Checkpoint)
             if candidate in source.tensors:
                 renamed[candidate] = tensor
                 break
-    if renamed.keys() != source.tensors.keys():
+    unheld = _unheld(model, source)
+    trained = {name: info for name, info in source.tensors.items() if name not in unheld}
+    if renamed.keys() != trained.keys():
         renamed = _as_saved(model, state)  # transformers fuses or renames some families while loading
     wrong = [
         f"{name} is {tuple(renamed[name].shape) if name in renamed else 'missing'}, expected {info.shape}"
-        for name, info in sorted(source.tensors.items())
+        for name, info in sorted(trained.items())
         if name not in renamed or tuple(renamed[name].shape) != info.shape
     ]
     if wrong:
@@ -54,7 +58,20 @@ def named_as_stored(model: Any, state: Mapping[str, Tensor], source: Checkpoint)
             where=source.path,
             fix="the checkpoints of the run are kept",
         )
-    return {name: renamed[name] for name in source.tensors}
+    return {name: renamed[name] for name in trained}
+
+
+def _unheld(model: Any, source: Checkpoint) -> set[str]:
+    """Names of the source that its class does not have and does not mind: masks of old versions and the like."""
+    prefix = f"{model.base_model_prefix}."
+    held = set(model.state_dict())
+    ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
+    return {
+        name
+        for name in source.tensors
+        if not held & {name, name.removeprefix(prefix), prefix + name}
+        and (not without_leftovers([name]) or any(pattern.search(name) for pattern in ignored))
+    }
 
 
 def _as_saved(model: Any, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -71,7 +88,8 @@ def replacements(state: Mapping[str, Tensor], source: Checkpoint) -> dict[str, N
         return state[name].detach().to("cpu", dtype)
 
     new = {}
-    for name, info in source.tensors.items():
+    for name in state:
+        info = source.tensors[name]
         dtype = DTYPES[info.dtype]
         if not torch.equal(make(name, dtype), source.read(name)):
             new[name] = NewTensor(info.dtype, info.shape, partial(make, name, dtype))

@@ -12,7 +12,7 @@ from torch import nn
 
 from ..errors import UsageError
 from ..loading import load_model, stored_dtype
-from .adapters import EXACT, add_adapter, merge_adapter, plan_adapter, relative_difference
+from .adapters import EXACT, add_adapter, merge_adapter, plan_adapter, probe, relative_difference
 from .budget import UptrainConfig
 
 logger = logging.getLogger(__name__)
@@ -133,14 +133,14 @@ def merge_quantised(
 
     wrapped.eval()
     device = next(wrapped.parameters()).device
-    ids = torch.arange(min(64, wrapped.config.get_text_config().vocab_size), device=device)[None]
-    trained = wrapped(input_ids=ids, use_cache=False).logits.float().cpu()
+    batch = probe(wrapped, device)
+    trained = wrapped(**batch, use_cache=False).logits.float().cpu()
     whole = load_model(source, dtype=torch.float32, device="cpu", trust_remote_code=run.trust_remote_code)
     whole = add_adapter(whole, config, run)
     state = {name: x.cpu() for name, x in get_peft_model_state_dict(wrapped).items()}
     set_peft_model_state_dict(whole, state)
     merged, difference = merge_adapter(whole, folder, run.model, stored_dtype(config))
-    difference["quantised"] = relative_difference(merged, ids.cpu(), trained)
+    difference["quantised"] = relative_difference(merged, probe(merged, "cpu"), trained)
     logger.info(
         "merged onto the full-precision weights: within %.0e of the adapter on them, %.2g of the logits' "
         "spread from the 4-bit model that was trained",

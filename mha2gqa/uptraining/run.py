@@ -177,7 +177,7 @@ def _train_checkpoint(
         check_tokenizers(tokenizer, load_tokenizer(teacher_name, consent), teacher_name)
     collate = make_collator(config, source.config, tokenizer, budget.window)
     with args.main_process_first(desc="cutting the data into blocks"):
-        corpus = load_corpus(config, budget, tokenizer, workspace.root, collate)
+        corpus = load_corpus(config, budget, tokenizer, workspace.root, collate, text.get("vocab_size"))
     if corpus.held_out is None:
         args.eval_strategy = type(args.eval_strategy)("no")
     with whole_models(args):

@@ -125,7 +125,7 @@ def test_a_lost_process_is_said_in_plain_words(tmp_path):
     try:
         with (
             pytest.raises(
-                TrainingError, match="another process of the run has ended .* same command goes on"
+                TrainingError, match=r"another process of the run has ended .* same command goes on"
             ),
             lost_processes(),
         ):

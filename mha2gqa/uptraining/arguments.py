@@ -14,6 +14,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 import torch
 from transformers import Trainer, TrainingArguments
 from transformers.integrations.integration_utils import get_reporting_integration_callbacks
+from transformers.training_args import OptimizerNames
 
 from ..errors import UsageError
 from ..recipe.values import coerce
@@ -102,7 +103,7 @@ def _built(words: dict[str, Any]) -> TrainingArguments:
         plain = words | {"optim_args": None}
         if args.optim_args and used == Trainer.get_optimizer_cls_and_kwargs(TrainingArguments(**plain))[1]:
             raise UsageError(
-                f"is not read by optim {args.optim.value}",
+                f"is not read by optim {OptimizerNames(args.optim).value}",
                 where=f"optim_args {args.optim_args}",
                 fix="leave it out",
             )

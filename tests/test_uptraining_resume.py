@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,14 +14,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from training import TINY, family, write_text
 
 from mha2gqa.errors import CheckpointError, UsageError
 from mha2gqa.uptraining import trainer as trainer_module
 from mha2gqa.uptraining import uptrain
 from mha2gqa.uptraining.guard import Interrupted, SpikeGuard
-from mha2gqa.uptraining.workspace import Workspace
+from mha2gqa.uptraining.workspace import Workspace, file_stamp
 
 STEPS = 10
 RUN = {"tokens": 64 * STEPS, "save_steps": 3, "learning_rate": 3e-3, "eval_steps": 4, **TINY}
@@ -284,3 +285,85 @@ def test_zero_shards_are_not_dealt_out_anew(tmp_path):
     for processes in (0, 1):
         with pytest.raises(CheckpointError, match=r"state of 2 processes .*; continue on 2 with the same"):
             check_zero_shards(folder, processes)
+
+
+def interrupted(student: Path, out: Path, text: Path, step: int, **more) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        kill_at(patch, step)
+        with pytest.raises(Killed):
+            uptrain(student, out, text, **{**RUN, **more})
+
+
+def test_a_streamed_file_that_changed_is_refused_by_name(models, tmp_path):
+    """Reading on at the saved place would skip or repeat text without a word."""
+    student, folder = models[0], tmp_path / "texts"
+    folder.mkdir()
+    one, two = write_text(folder / "a.jsonl", 60, 0), write_text(folder / "b.jsonl", 60, 1)
+    wanted = uptrain(student, tmp_path / "straight", folder, streaming=True, **RUN)
+    interrupted(student, tmp_path / "up", folder, 5, streaming=True)
+    kept = two.read_bytes()
+    two.write_bytes(kept.replace(b"w1 w2", b"w2 w1"))  # of the same size
+    with pytest.raises(UsageError, match=rf"^{two}: has changed since .*checkpoint-3 was saved, .*delete"):
+        uptrain(student, tmp_path / "up", folder, streaming=True, **RUN)
+    two.unlink()
+    write_text(folder / "c.jsonl", 60, 1)
+    with pytest.raises(UsageError, match=rf"^{two}: is gone since .* \(and 1 other files\)"):
+        uptrain(student, tmp_path / "up", folder, streaming=True, **RUN)
+    (folder / "c.jsonl").unlink()
+    two.write_bytes(kept)
+    os.utime(one)  # a copy with other times is the same text
+    found = uptrain(student, tmp_path / "up", folder, streaming=True, **RUN)
+    assert found.resumed_from == 3 and losses(found) == losses(wanted)
+    assert equal(tmp_path / "up", tmp_path / "straight")
+
+
+def test_text_that_changed_after_it_was_cut(models, tmp_path):
+    """With a checkpoint the run goes on with what it cut, and says so; without one it cuts anew."""
+    student, text = models[0], write_text(tmp_path / "text.jsonl")
+    wanted = uptrain(student, tmp_path / "straight", text, **RUN)
+    interrupted(student, tmp_path / "late", text, 5)
+    interrupted(student, tmp_path / "early", text, 2)
+    write_text(text, seed=5)
+    late = uptrain(student, tmp_path / "late", text, **RUN)
+    assert losses(late) == losses(wanted) and equal(tmp_path / "late", tmp_path / "straight")
+    assert f"{text} has changed since this run began: it goes on" in " ".join(late.notices)
+    early = uptrain(student, tmp_path / "early", text, **RUN)
+    assert losses(early) == losses(uptrain(student, tmp_path / "new", text, **RUN)) != losses(wanted)
+    assert early.losses["held_out"] == uptrain(student, tmp_path / "new", text, **RUN).losses["held_out"]
+
+
+def test_large_files_are_sampled_throughout(tmp_path):
+    file = tmp_path / "text.txt"
+    file.write_bytes(bytes(5 << 20))
+    before = file_stamp(file)
+    for place in (0, (1 << 20) + 10, 5 * (1 << 20) - 1):
+        with file.open("r+b") as handle:
+            handle.seek(place)
+            handle.write(b"x")
+        assert file_stamp(file) != before
+        before = file_stamp(file)
+
+
+def test_another_teacher_on_resuming_is_a_changed_recipe(tmp_path):
+    """Also where the command is the same, and where only its attention differs; it may lie elsewhere."""
+    original, student, text = family(tmp_path)
+    options = RUN | {"ce_weight": 0.5}
+    wanted = uptrain(student, tmp_path / "straight", text, **options)
+    interrupted(student, tmp_path / "up", text, 5, ce_weight=0.5)
+    kept = tmp_path / "kept"
+    original.rename(kept)
+    with pytest.raises(UsageError, match=r"\(teacher: '[0-9a-f]{16}' -> None\)"):
+        uptrain(student, tmp_path / "up", text, **options)
+    shutil.copytree(kept, original)
+    weights = load_file(original / "model.safetensors")
+    weights["model.layers.1.self_attn.q_proj.weight"] *= 1.5
+    save_file(weights, original / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UsageError, match=r"\(teacher: '[0-9a-f]{16}' -> '[0-9a-f]{16}'\)"):
+        uptrain(student, tmp_path / "up", text, **options)
+    shutil.rmtree(original)
+    found = uptrain(student, tmp_path / "up", text, teacher=str(kept), **options)
+    assert found.resumed_from == 3 and losses(found) == losses(wanted)
+    assert equal(tmp_path / "up", tmp_path / "straight")
+    assert uptrain(student, tmp_path / "up", text, **options).finished_before  # without its teacher
+    with pytest.raises(UsageError, match="is not empty"):
+        uptrain(student, tmp_path / "up", text, teacher="none", **options)

@@ -111,7 +111,7 @@ def read_records(
 
 
 def _open_source(source: str, column: str, rows: bool) -> Iterator[Document]:
-    files = _local_files(source)
+    files = local_files(source)
     if files is None:
         yield from _read_hub(source, column)
         return
@@ -132,7 +132,7 @@ def _kind(file: Path) -> str:
     return (file.with_suffix("") if file.suffix in OPENERS else file).suffix.lower()
 
 
-def _local_files(source: str) -> list[Path] | None:
+def local_files(source: str) -> list[Path] | None:
     """The files a source stands for, or None when it can only be a Hub dataset."""
     path = Path(source).expanduser()
     if path.is_dir():

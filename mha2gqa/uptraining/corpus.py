@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from ..errors import DataError, UsageError
 from .batches import BlockOrder, Blocks, BlockStream, Collate, Collator, Mixture, save_blocks, share_out
 from .budget import Budget, UptrainConfig
 from .chat import encode_chats
+from .sources import check_sources
 from .workspace import write_json
 
 SHUFFLED_BYTES = 4 << 30  # text held in memory to be shuffled; beyond it only the beginning is used
@@ -189,9 +191,9 @@ def load_corpus(
 
     Raises:
         DataError: There is no training text, less than one block of it, or another model's tokenizer.
-        UsageError: The data is of a kind that the options do not fit.
+        UsageError: The data is of a kind that the options do not fit, or a file of a stream has changed.
     """
-    texts, notices = Texts(config), list[str]()
+    texts, notices = Texts(config), check_sources(config, folder, os.environ.get("RANK", "0") == "0")
     chats = texts.are_chats()
     if chats:
         if not isinstance(collate, Collator) or config.isolate_documents:

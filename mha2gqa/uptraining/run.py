@@ -92,12 +92,13 @@ def _run(config: UptrainConfig, workspace: Workspace) -> UptrainResult:
     window = choose_window(config.window, raw, config.model)
     budget = plan_budget(config, window=window, name=str(manifest.get("source", config.model)))
     check_training_args(config.training_args)
-    keys = recipe_keys(config, checkpoint_stamp(source.path))
-    if (done := _finished(out, keys)) is not None and not config.force:
+    teacher_name, notices = find_teacher(config, manifest)
+    keys = recipe_keys(config, checkpoint_stamp(source.path), _stamp_of(teacher_name))
+    gone = teacher_name is None and config.teacher is None
+    if (done := _finished(out, keys, gone)) is not None and not config.force:
         workspace.remove()
         return done
     check_output(source.path, out, config.force)
-    teacher_name, notices = find_teacher(config, manifest)
     begun = _open_workspace(workspace, keys, config.force)
     logger.info("%s", budget.sentence())
     with ExitStack() as after_failure:
@@ -125,6 +126,10 @@ def _run(config: UptrainConfig, workspace: Workspace) -> UptrainResult:
     return result
 
 
+def _stamp_of(teacher: str | None) -> str | None:
+    return None if teacher is None else checkpoint_stamp(open_checkpoint(teacher).path)
+
+
 def _open_workspace(workspace: Workspace, keys: dict[str, Any], force: bool) -> bool:
     """Create or check the folder on the first process; whether the run was begun before (others: True)."""
     if int(os.environ.get("RANK", "0")) != 0:
@@ -136,12 +141,15 @@ def _open_workspace(workspace: Workspace, keys: dict[str, Any], force: bool) -> 
     return begun
 
 
-def _finished(out: Path, keys: dict[str, Any]) -> UptrainResult | None:
-    """The recorded result if `out` already is this very run's."""
+def _finished(out: Path, keys: dict[str, Any], gone: bool) -> UptrainResult | None:
+    """The recorded result if `out` already is this very run's, though its teacher may be gone."""
     if not (out / MANIFEST).exists():
         return None
     section = dict(read_json(out / MANIFEST).get("uptrain") or {})
-    if not section or changed_keys(section.get("recipe") or {}, keys):
+    if not section:
+        return None
+    recipe = dict(section.get("recipe") or {})
+    if changed_keys(recipe, keys | ({"teacher": recipe.get("teacher")} if gone else {})):
         return None
     logger.info("%s is already the result of this run", out)
     names = {f.name for f in fields(UptrainResult)}

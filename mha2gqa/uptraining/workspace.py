@@ -52,32 +52,57 @@ FREE_ARGS = (
     "save_",
     "eval_",
 )
+# Files of a checkpoint beside its weights that decide what a run computes.
+STAMPED = (
+    "config.json",
+    "mha2gqa.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "spiece.model",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+)
+EDGE, PIECES, PIECE = 1 << 20, 16, 1 << 16  # bytes read at either end of a file, and in pieces between
 LOCK = "lock"  # held while a process works here; the system lets go of it however the process ends
 TEACHER = "teacher"  # folder of what the teacher said beforehand
 COMPLETE = "complete.json"  # written last into a checkpoint, names every file and its size
 
 
-def recipe_keys(config: UptrainConfig, stamp: str) -> dict[str, Any]:
-    """What identifies a run: every option that changes its result, and the starting checkpoint.
+def recipe_keys(config: UptrainConfig, stamp: str, teacher: str | None = None) -> dict[str, Any]:
+    """What identifies a run: every option that changes its result, the starting checkpoint and the teacher.
 
     Args:
         config: The run.
         stamp: From `checkpoint_stamp`.
+        teacher: The teacher's, wherever it lies; None without one.
     """
     keys = {k: v for k, v in asdict(config).items() if k not in FREE and k != "training_args"}
     args = {k: v for k, v in config.training_args.items() if not k.startswith(FREE_ARGS)}
-    plain = keys | args | {"model contents": stamp}
+    plain = keys | args | {"model contents": stamp, "teacher": teacher}
     return json.loads(json.dumps(plain, default=str))
 
 
 def checkpoint_stamp(folder: Path) -> str:
-    """A fingerprint of a checkpoint: config, manifest, and size and first mebibyte of each weight file."""
+    """A fingerprint of a checkpoint: config, manifest, tokenizer, and size and samples of each weight file."""
     digest = hashlib.sha256()
     for file in sorted(folder.iterdir()):
-        if file.name in ("config.json", "mha2gqa.json") or file.suffix in (".safetensors", ".bin"):
-            digest.update(f"{file.name} {file.stat().st_size}".encode())
-            with file.open("rb") as handle:
-                digest.update(handle.read(1 << 20))
+        if file.name in STAMPED or file.suffix in (".safetensors", ".bin"):
+            digest.update(f"{file.name} {file.stat().st_size} {file_stamp(file)}".encode())
+    return digest.hexdigest()[:16]
+
+
+def file_stamp(file: Path) -> str:
+    """A digest of both ends of a file and of pieces evenly between them; of all of a small one."""
+    size, digest = file.stat().st_size, hashlib.sha256()
+    between = (EDGE + (size - 2 * EDGE) * piece // PIECES for piece in range(PIECES))
+    with file.open("rb") as handle:
+        digest.update(handle.read(EDGE))
+        for start in between if size > 2 * EDGE else ():
+            handle.seek(start)
+            digest.update(handle.read(PIECE))
+        handle.seek(max(0, size - EDGE))
+        digest.update(handle.read())
     return digest.hexdigest()[:16]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ from training import TINY, family, write_text
 from mha2gqa.errors import CheckpointError, UsageError
 from mha2gqa.uptraining import losses as L
 from mha2gqa.uptraining import teacher_cache, teaching, uptrain
+from mha2gqa.uptraining.batches import Collator
+from mha2gqa.uptraining.distillation import Teacher
 from mha2gqa.uptraining.guard import SpikeGuard
 
 RUN = {**TINY, "tokens": 64 * 6, "learning_rate": 3e-3, "save_steps": 2}
@@ -228,3 +231,23 @@ def test_sources_have_caches_of_their_own(models, tmp_path):
     assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == ["train-0", "train-1"]
     for a, b in zip(own.losses["train"], result.losses["train"], strict=True):
         assert a["loss"] == pytest.approx(b["loss"], abs=1e-5)
+
+
+def test_two_runs_that_fill_one_cache_do_not_spoil_it(tmp_path):
+    """Both found it empty: the second must neither cut what the first reads nor ask for it again."""
+    identity = teacher_cache.Identity("t", 4, 1.0, 64, 16, False, "float32")
+    blocks = torch.randint(0, 64, (6, 17), generator=torch.Generator().manual_seed(0)).numpy()
+    teacher, device = Teacher(pico_llama()), torch.device("cpu")
+    one, two = (teacher_cache.TeacherCache(tmp_path / "cache", identity) for _ in range(2))
+    assert one.missing(blocks) == two.missing(blocks) == 6
+    assert one.fill(blocks, teacher, Collator(), 2, device) == 6
+    before = {name: x.clone() for name, x in one.read(range(6)).items()}
+    held = one._map("log_probs")  # a run that reads while the other opens the files
+    assert two.fill(blocks, teacher, Collator(), 2, device) == 0
+    assert two.rows == 6 and float(held[5].sum()) == pytest.approx(
+        float(before["teacher_log_probs"][5].sum())
+    )
+    for name, values in two.read(range(6)).items():
+        assert torch.equal(values, before[name])
+    with one._alone(), (tmp_path / "cache" / "lock").open("a") as other, pytest.raises(BlockingIOError):
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from ..writer import check_space
 from .batches import Batch, Blocks
 from .distillation import Teacher
 from .losses import chunk_slices, teacher_chunks
-from .workspace import changed_keys, write_json
+from .workspace import LOCK, changed_keys, write_json
 
 logger = logging.getLogger(__name__)
 
@@ -73,17 +75,34 @@ class TeacherCache:
             "ids": (np.uint16 if small else np.int32, (window, k)),
             "log_probs": (np.float32, (window, k)),
         }
-        self.rows = 0
-        if (folder / MANIFEST).exists():
-            found = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-            changed = changed_keys(found["made_of"], vars(identity))
-            if changed:
-                raise UsageError(
-                    f"was made otherwise ({'; '.join(changed)})",
-                    where=f"teacher_cache {folder}",
-                    fix="give another folder, or delete this one",
-                )
-            self.rows = int(found["rows"])
+        self.rows = self._saved_rows()
+
+    def _saved_rows(self) -> int:
+        if not (self.folder / MANIFEST).exists():
+            return 0
+        found = json.loads((self.folder / MANIFEST).read_text(encoding="utf-8"))
+        if changed := changed_keys(found["made_of"], vars(self.identity)):
+            raise UsageError(
+                f"was made otherwise ({'; '.join(changed)})",
+                where=f"teacher_cache {self.folder}",
+                fix="give another folder, or delete this one",
+            )
+        return int(found["rows"])
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Inside, no other run writes here: it would cut files that this one reads, or write into its rows."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with (self.folder / LOCK).open("a") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                logger.info("waiting for another run that fills %s", self.folder)
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            except OSError:  # a file system without locks
+                logger.debug("no locks in %s", self.folder)
+            self.rows = self._saved_rows()
+            yield
 
     @property
     def row_bytes(self) -> int:
@@ -127,6 +146,12 @@ class TeacherCache:
         Raises:
             CheckpointError: The disk has no space for it.
         """
+        with self._alone():
+            return self._fill(blocks, teacher, collate, size, device)
+
+    def _fill(
+        self, blocks: Blocks, teacher: Teacher, collate: Callable[..., Batch], size: int, device: torch.device
+    ) -> int:
         missing = self.missing(blocks)
         if not missing:
             return 0
@@ -138,7 +163,6 @@ class TeacherCache:
             missing * self.row_bytes / 1e9,
             self.folder,
         )
-        self.folder.mkdir(parents=True, exist_ok=True)
         files = {}
         for name, (kind, shape) in self.parts.items():
             path = self.folder / f"{name}.bin"

@@ -108,9 +108,11 @@ def cache_teacher(
         CheckpointError: No space.
     """
     if isinstance(corpus.train, BlockStream) or isinstance(corpus.collate, SpanCollator):
-        what = "a stream" if isinstance(corpus.train, BlockStream) else "span corruption"
+        streams = isinstance(corpus.train, BlockStream)
         raise UsageError(
-            f"is not possible with {what}", where="teacher_top_k", fix="leave it out, or read the data first"
+            f"is not possible with {'a stream' if streams else 'span corruption, which draws anew each time'}",
+            where="teacher_top_k",
+            fix="leave it or streaming out" if streams else "leave it out",
         )
     vocabulary = int(text_config(load_config_json(name)).get("vocab_size") or tokens)
     width = min(output_width(student), vocabulary)

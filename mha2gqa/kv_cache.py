@@ -107,10 +107,12 @@ def kv_bytes(
         config: The raw `config.json`.
         context: Tokens per sequence.
         batch: Sequences.
-        source_context: Encoder tokens per sequence, None for as many as `context`.
+        source_context: Encoder states per sequence. None for what the config fixes (Whisper hears 30 seconds,
+            whatever it writes), else as many as `context`.
         dtype_bytes: As in `kv_bytes_per_token`.
     """
-    source = context if source_context is None else source_context
+    fixed = getattr(known_config(config), "max_source_positions", None)
+    source = source_context or fixed or context
     total = 0
     for layer in kv_layers(config):
         tokens = source if layer.cross else context

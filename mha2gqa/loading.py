@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 
 from .architectures.leftovers import without_leftovers
 from .errors import CheckpointError, UsageError, config_refusals, hub_refusals, reason
-from .modeling import register
+from .modeling import refuse_encoder, register
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -191,10 +191,12 @@ def load_model(
         CheckpointError: It cannot be loaded, tensors are missing, unexpected or of other shapes (all are
             named, sorted), or memory does not suffice (what is needed and what is there).
         UsageError: It needs code of its own and there is no consent.
+        UnsupportedModelError: It is the encoder of an encoder-decoder, alone.
     """
     from transformers import AutoConfig
 
     raw = load_config_json(path, revision=revision)
+    refuse_encoder(raw)
     register(raw)  # our own exported code runs from this package and needs no consent
     _check_consent(raw, path, trust_remote_code)
     device = resolve_device(device)

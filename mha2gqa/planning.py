@@ -224,7 +224,9 @@ def _targets(
     """KV heads each module gets; one whose kind is not in `attention` keeps its own."""
     if not attention or set(attention) - set(ATTENTION):
         raise UsageError(
-            f"{list(attention)} is no choice", where="--attention", fix="try self, cross or both"
+            f"{', '.join(attention) or 'nothing'} is no choice",
+            where="--attention",
+            fix="try self, cross or both",
         )
     geometries = [geometry for site, geometry in found if site.kind in attention]
     if not geometries:

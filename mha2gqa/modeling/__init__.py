@@ -88,6 +88,21 @@ EXPORTS: dict[str, Export] = {
 }
 
 
+def refuse_encoder(config: Mapping[str, Any]) -> None:
+    """Refuse the encoder of an encoder-decoder, saved on its own.
+
+    Raises:
+        UnsupportedModelError: The raw config names such a class.
+    """
+    for name in config.get("architectures") or ():
+        if name.endswith("EncoderModel"):
+            raise UnsupportedModelError(
+                f"{name} is an encoder alone: it has no decoder attention and no KV cache",
+                where="config.json",
+                fix="take the full encoder-decoder checkpoint",
+            )
+
+
 def find_export(config: Mapping[str, Any]) -> Export | None:
     """What a checkpoint with this raw config becomes, or None where transformers has a KV-head count.
 
@@ -102,14 +117,9 @@ def find_export(config: Mapping[str, Any]) -> Export | None:
     export = EXPORTS.get(model_type.removeprefix(PREFIX))
     if export is None:
         return None
+    refuse_encoder(config)
     where = "config.json"
     for name in config.get("architectures") or ():
-        if name.endswith("EncoderModel"):
-            raise UnsupportedModelError(
-                f"{name} is an encoder alone: it has no decoder attention and no KV cache",
-                where=where,
-                fix="convert the full encoder-decoder checkpoint",
-            )
         if name not in (*export.stock, export.model):
             raise UnsupportedModelError(
                 f"{name} has another head than {export.stock[0]}, which the exported class would drop",

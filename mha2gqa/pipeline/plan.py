@@ -9,10 +9,19 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from ..architectures import AttentionSpec, Geometry, find_spec, valid_groups
+from ..data.spans import ENCODER_TOKENS
 from ..errors import UsageError
 from ..evaluation.setup import context_length
-from ..kv_cache import decode_step_bytes, kv_bytes, kv_bytes_per_token, max_batch, step_weight_bytes
+from ..kv_cache import (
+    decode_step_bytes,
+    known_config,
+    kv_bytes,
+    kv_bytes_per_token,
+    max_batch,
+    step_weight_bytes,
+)
 from ..loading import text_config
+from ..modeling import PREFIX
 from ..planning import Plan, plan_conversion, plan_sites
 from ..results import Result
 from ..rewriting import site_changes
@@ -24,6 +33,7 @@ TRAINED_BYTES, FROZEN_BYTES = 16, 2
 QUANTISED_BYTES = (4 + (8 + 32 / 256) / 64) / 8
 DISK_BYTES_PER_SECOND = 500e6  # a plain SSD; stated beside the estimate
 LORA_RANK = 16
+SPAN_CORRUPTED = ("t5", "mt5", "umt5")  # pretrained so: their tokenizers have the sentinels
 DEVICES, SHARDED = (1, 2, 4, 8), ("all", "attention")  # adapters do not train under FSDP
 H100_BANDWIDTH = 3.35e12  # bytes/s of an H100 SXM, NVIDIA's data sheet
 
@@ -121,8 +131,8 @@ def plan(
     wanted = suggested(possible, before, tp) if groups is None else groups
     model = described.reexpressed(wanted, as_)
     chosen = plan_conversion(model.config, model.shapes, wanted)
-    reach = context_length(described.config)
-    context = context or reach or 4096
+    reach, usual = _reach(described.config)
+    context = context or reach or usual
     options = [_option(described.reexpressed(g, as_), g, batch, context, gpu_memory) for g in possible]
     now, then = (next(o for o in options if o["groups"] == g) for g in (before, wanted))
     return PlanResult(
@@ -152,8 +162,26 @@ def plan(
             *parallel_warnings(wanted, num_heads, tp),
         ],
         recommended=f"mha2gqa convert {source} {Path(str(source)).name}-gqa{wanted} --groups {wanted} "
-        f"--calibration TEXT.jsonl{'' if as_ == 'auto' else f' --as {as_}'}",
+        f"{_merging(described.config)}{'' if as_ == 'auto' else f' --as {as_}'}",
     )
+
+
+def _reach(config: Mapping[str, Any]) -> tuple[int | None, int]:
+    """Most tokens the decoder was built for, None where nothing limits it; and what to assume then."""
+    known = known_config(config)
+    if not getattr(known, "is_encoder_decoder", False):
+        return context_length(config), 4096
+    keys = ("max_target_positions", "max_position_embeddings", "n_positions")
+    found = (getattr(known, key, None) for key in keys)
+    return next((n for n in found if isinstance(n, int) and n > 0), None), ENCODER_TOKENS
+
+
+def _merging(config: Mapping[str, Any]) -> str:
+    """Words of `convert` that merge heads best: text cannot calibrate what never saw corrupted spans."""
+    encoder_decoder = getattr(known_config(config), "is_encoder_decoder", False)
+    if encoder_decoder and str(config["model_type"]).removeprefix(PREFIX) not in SPAN_CORRUPTED:
+        return "--method joint"
+    return "--calibration TEXT.jsonl"
 
 
 def _beyond(context: int, reach: int | None) -> list[str]:

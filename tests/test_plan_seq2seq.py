@@ -1,0 +1,69 @@
+"""`plan` for encoder-decoders: their own lengths, the right command to copy; and encoders alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from conftest import word_tokenizer
+from families import stock_model
+
+from mha2gqa.conversion import convert
+from mha2gqa.errors import UnsupportedModelError, UsageError
+from mha2gqa.evaluation import evaluate
+from mha2gqa.loading import load_model
+from mha2gqa.pipeline.plan import plan
+
+
+def saved(name: str, folder: Path) -> Path:
+    stock_model(name).save_pretrained(folder)
+    return folder
+
+
+# Bytes by hand: 2 layers x (k, v) x 8 heads x 4 (T5: 6) dims x 4 bytes, for the decoder and for the encoder's states.
+@pytest.mark.parametrize(
+    ("name", "context", "kv_bytes", "words"),
+    [
+        ("whisper", 64, 512 * (64 + 12), "--method joint"),  # it hears as much however little it writes
+        ("bart", 64, 512 * (64 + 64), "--method joint"),
+        ("t5", 512, 768 * (512 + 512), "--calibration TEXT.jsonl"),
+    ],
+)
+def test_lengths_are_the_models_own(
+    name: str, context: int, kv_bytes: int, words: str, tmp_path: Path
+) -> None:
+    source = saved(name, tmp_path / name)
+    found = plan(source, groups=2)
+    assert found.decode["context"] == context
+    assert found.decode["kv_bytes"] == {"before": kv_bytes, "after": kv_bytes // 4}
+    assert found.recommended == f"mha2gqa convert {source} {name}-gqa2 --groups 2 {words}"
+    convert(source, tmp_path / "out", 4)
+    again = plan(tmp_path / "out", groups=2)  # exported: another model type
+    assert again.decode["context"] == context
+    assert again.decode["kv_bytes"] == {"before": kv_bytes // 2, "after": kv_bytes // 4}
+    assert again.recommended.endswith(words)
+
+
+def test_a_context_beyond_the_decoders_positions_is_said(tmp_path: Path) -> None:
+    warnings = plan(saved("whisper", tmp_path / "in"), groups=2, context=100).warnings
+    assert "--context 100 is longer than the 64 tokens the model was built for" in warnings
+
+
+def test_an_encoder_alone_is_no_model_to_run(tmp_path: Path) -> None:
+    from transformers import T5Config, T5EncoderModel
+
+    sizes = {"vocab_size": 64, "d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 4}
+    T5EncoderModel(T5Config(**sizes)).save_pretrained(tmp_path / "in")
+    word_tokenizer(tmp_path / "in")
+    with pytest.raises(UnsupportedModelError, match="T5EncoderModel is an encoder alone"):
+        load_model(tmp_path / "in", device="cpu")
+    text = tmp_path / "text.jsonl"
+    text.write_text("".join(json.dumps({"text": "w1 w2 w3"}) + "\n" for _ in range(50)))
+    with pytest.raises(UnsupportedModelError, match="take the full encoder-decoder checkpoint"):
+        evaluate(tmp_path / "in", str(text), window=8, device="cpu")
+
+
+def test_a_kind_of_attention_that_does_not_exist_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--attention: encoder is no choice; try self, cross or both"):
+        convert(saved("t5", tmp_path / "in"), tmp_path / "out", 2, attention=("encoder",))

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from .calibrated import WINDOW, Calibrated, CalibrationOptions, Stage, calibrate, convert_model
 from .checker import Checker
-from .checkpoint import MANIFEST, Checkpoint, open_checkpoint
+from .checkpoint import MANIFEST, Checkpoint, open_checkpoint, read_json
 from .errors import CheckpointError, UnsupportedModelError
 from .inmemory import convert_state_dict
 from .modeling import modeling_file
@@ -229,6 +229,7 @@ def _publish(
         write_shards(checkpoint, shards, folder, advance)
         copy_side_files(job.original, folder)
         write_config(folder, plan)
+        move_alignment_heads(folder, plan)
         names = [name for shard in shards for name in shard.entries]
         checks = [*checking.check(folder, names), *_reexpression_checks(job, folder)]
         if broken := failed(checks):
@@ -279,6 +280,16 @@ def write_config(folder: Path, plan: Plan) -> None:
         if not named and "tokenizer_class" not in config:
             config = {**config, "tokenizer_class": plan.export.tokenizer}
     write_text(folder / "config.json", json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+
+
+def move_alignment_heads(folder: Path, plan: Plan) -> None:
+    """Let generation_config.json name the heads that tell word times by their new numbers (Whisper)."""
+    path = folder / "generation_config.json"
+    raw = read_json(path) if path.exists() else {}
+    pairs = raw.get("alignment_heads")
+    if pairs and (moved := plan.moved(pairs)) != pairs:
+        text = json.dumps(raw | {"alignment_heads": moved}, indent=2, ensure_ascii=False)
+        write_text(path, text + "\n")
 
 
 def check_dtypes(plan: Plan, checkpoint: Checkpoint) -> None:

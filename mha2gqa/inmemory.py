@@ -92,7 +92,10 @@ def assemble(model: Any, plan: Plan, rewriters: Sequence[SiteRewriter], state: M
     new = _rewritten(rewriters, state)
     if plan.export is not None:
         register(plan.config)
-        return _rebuild(exported_class(plan.config), plan.config, model, new)
+        made = _rebuild(exported_class(plan.config), plan.config, model, new)
+        if pairs := getattr(made.generation_config, "alignment_heads", None):
+            made.generation_config.alignment_heads = plan.moved(pairs)
+        return made
     if plan.num_kv_heads[0] == plan.num_kv_heads[1]:
         return rebuild(model, {}, new)
     num_heads = plan.sites[0].geometry.num_heads

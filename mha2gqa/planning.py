@@ -86,6 +86,19 @@ class Plan:
         check_order(self.spec, sites)
         return replace(self, sites=sites)
 
+    def moved(self, pairs: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Where query heads of cross-attention lie once those that share are neighbours.
+
+        Args:
+            pairs: `(layer, query head)` in the source, such as `alignment_heads` of a Whisper model.
+        """
+        orders = {
+            s.site.layer: heads.query_order(s.grouping, s.geometry.num_heads // s.geometry.num_kv_heads)
+            for s in self.sites
+            if s.site.kind == "cross"
+        }
+        return [[layer, orders[layer].index(head) if layer in orders else head] for layer, head in pairs]
+
 
 def plan_sites(
     spec: AttentionSpec, config: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]

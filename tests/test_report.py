@@ -257,7 +257,9 @@ def test_a_dataset_of_the_hub_is_named_without_its_split() -> None:
 def test_the_card_says_how_this_result_is_loaded() -> None:
     usual = model_card(sample())
     assert 'AutoModelForCausalLM.from_pretrained("PATH_OR_NAME", dtype="auto")' in usual
+    assert 'AutoTokenizer.from_pretrained("PATH_OR_NAME")' in usual
     report = sample(auto_class="AutoModelForSeq2SeqLM", own_code=True)
+    assert 'AutoTokenizer.from_pretrained("PATH_OR_NAME", trust_remote_code=True)' in model_card(report)
     assert (
         'AutoModelForSeq2SeqLM.from_pretrained("PATH_OR_NAME", dtype="auto", trust_remote_code=True)'
         in model_card(report)

@@ -30,7 +30,8 @@ def model_card(report: Report) -> str:
     usage = (
         f"## Use\n\n```python\nfrom transformers import {report.auto_class}, AutoTokenizer\n\n"
         f'model = {report.auto_class}.from_pretrained("PATH_OR_NAME", dtype="auto"{consent})\n'
-        'tokenizer = AutoTokenizer.from_pretrained("PATH_OR_NAME")\n```'
+        # The tokenizer is found through the config, whose class comes with the code.
+        f'tokenizer = AutoTokenizer.from_pretrained("PATH_OR_NAME"{consent})\n```'
     )
     base = (
         f"[{report.source}](https://huggingface.co/{report.source})"

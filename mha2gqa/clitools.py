@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -307,7 +309,8 @@ def run_command(command: click.Group, argv: Sequence[str] | None = None) -> NoRe
     state: dict[str, int] = {}
     sys.excepthook = lambda kind, error, trace: _unexpected(state, args, error)
     try:
-        code = command.main(args, prog_name="mha2gqa", standalone_mode=False, obj=state)
+        with _terminated_as_interrupted():
+            code = command.main(args, prog_name="mha2gqa", standalone_mode=False, obj=state)
         leave_processes()
         sys.exit(code if isinstance(code, int) else 0)
     except (click.Abort, KeyboardInterrupt):
@@ -321,6 +324,23 @@ def run_command(command: click.Group, argv: Sequence[str] | None = None) -> NoRe
     except BrokenPipeError:  # `mha2gqa archs | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+
+
+@contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """SIGTERM ends a command as Ctrl-C does: what is half made is cleared away, and the exit code is 130.
+
+    Not where processes wait for each other in libraries that let no Python run: those must die of it.
+    """
+    mine = threading.current_thread() is threading.main_thread() and "RANK" not in os.environ
+    if not mine or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def leave_processes() -> None:

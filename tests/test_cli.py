@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -160,6 +163,29 @@ def test_errors_are_one_line(
         and words in error["error"]["message"]
     )
     assert not list(tmp_path.iterdir())
+
+
+def test_sigterm_interrupts_any_command(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    monkeypatch.delenv("RANK", raising=False)
+    cleared: list[str] = []
+
+    @click.command()
+    @commands.common
+    def work() -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(5)  # as long as the signal needs to arrive
+        finally:
+            cleared.append("what was half made")
+
+    with pytest.raises(SystemExit) as caught:
+        run_command(click.Group(commands={"work": work}), ["work"])
+    assert (caught.value.code, cleared) == (130, ["what was half made"])
+    assert capsys.readouterr().err.strip() == "mha2gqa: interrupted"
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def command_that_raises(error: BaseException) -> click.Group:

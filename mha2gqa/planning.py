@@ -97,7 +97,10 @@ class Plan:
             for s in self.sites
             if s.site.kind == "cross"
         }
-        return [[layer, orders[layer].index(head) if layer in orders else head] for layer, head in pairs]
+        return [
+            [layer, orders[layer].index(head) if head in orders.get(layer, ()) else head]
+            for layer, head in pairs
+        ]
 
 
 def plan_sites(

@@ -67,8 +67,11 @@ def test_alignment_heads_are_the_same_heads_in_a_result(groups: int, tmp_path: P
 def test_alignment_heads_move_in_memory_too(tmp_path: Path) -> None:
     model = whisper()
     right = alignment(model, PAIRS)
+    beyond = [[5, 0], [0, 99]]  # of another size of model: nobody reads them
+    model.generation_config.alignment_heads = [*PAIRS, *beyond]
     result = convert_model(model, 2, attention=("cross",), groupings=groupings())
-    pairs = result.generation_config.alignment_heads
+    pairs = result.generation_config.alignment_heads[: len(PAIRS)]
+    assert result.generation_config.alignment_heads[len(PAIRS) :] == beyond
     assert pairs == [[0, 4], [0, 2], [1, 1], [1, 7]]
     torch.testing.assert_close(alignment(result, pairs), right, rtol=1e-4, atol=1e-5)
-    assert model.generation_config.alignment_heads == PAIRS
+    assert model.generation_config.alignment_heads == [*PAIRS, *beyond]

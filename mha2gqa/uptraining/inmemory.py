@@ -18,6 +18,7 @@ from .distillation import Teacher, check_teacher
 from .outcome import UptrainResult, summarise
 from .run import make_config
 from .session import train
+from .teaching import check_taught
 from .workspace import Workspace
 
 
@@ -56,6 +57,8 @@ def train_model(
         raise UsageError("only `all` is possible for a model in memory", where=f"train {config.train}")
     if config.teacher_top_k is not None:
         raise UsageError("needs a teacher with files", where="teacher_top_k", fix="use uptrain")
+    notices: list[str] = []
+    check_taught(config, teacher is not None, notices)
     resolve_device(config.device)
     with nullcontext(str(folder)) if folder else tempfile.TemporaryDirectory() as place:
         hidden = int(getattr(model.config.get_text_config(), "hidden_size", 512))
@@ -71,5 +74,5 @@ def train_model(
         order = BlockOrder(blocks, count, config.seed, collate)
         corpus = Corpus(order, held_out, len(blocks) * budget.window, collate)
         workspace = Workspace.at(Path(place)) if folder else None
-        trained = train(model.float(), args, config, budget, corpus, helper, workspace, [])
+        trained = train(model.float(), args, config, budget, corpus, helper, workspace, notices)
     return summarise(config, budget, trained, None if teacher is None else "in memory", begin)

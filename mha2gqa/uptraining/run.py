@@ -28,7 +28,7 @@ from .publishing import manifest_with, publish_trained
 from .quantised import add_quantised_adapter, merge_quantised, require_bitsandbytes
 from .session import Trained, train
 from .sharding import lost_processes, whole_models
-from .teaching import cache_teacher, find_teacher, load_teacher
+from .teaching import cache_teacher, check_taught, find_teacher, load_teacher
 from .workspace import TEACHER, Workspace, changed_keys, checkpoint_stamp, recipe_keys
 
 logger = logging.getLogger(__name__)
@@ -166,6 +166,7 @@ def _train_checkpoint(
     teacher_name: str | None,
     notices: list[str],
 ) -> Trained:
+    check_taught(config, teacher_name is not None, notices)
     text = text_config(source.config)
     width = int(text.get("hidden_size") or text.get("d_model") or 512)
     args = build_arguments(config, budget, workspace.root, width, evaluates=True)

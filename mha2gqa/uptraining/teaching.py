@@ -57,6 +57,35 @@ def find_teacher(config: UptrainConfig, manifest: dict[str, Any]) -> tuple[str |
     return None, [f"next-token loss without distillation: {why}; give teacher to distil"]
 
 
+def check_taught(config: UptrainConfig, taught: bool, notices: list[str]) -> None:
+    """Refuse words of distillation where nobody teaches; tell where a teacher would have no share.
+
+    Args:
+        config: The run.
+        taught: Whether there is a teacher.
+        notices: Extended by what comes up.
+
+    Raises:
+        UsageError: Such a word is given.
+    """
+    if taught:
+        if config.ce_weight == 1:
+            notices.append("ce_weight 1 leaves the teacher no share: teacher none does the same for less")
+        return
+    words = (
+        ("temperature", config.temperature, config.temperature != 1),
+        ("ce_weight", config.ce_weight, 0 < config.ce_weight < 1),
+        ("teacher_top_k", config.teacher_top_k, config.teacher_top_k is not None),
+    )
+    for name, value, given in words:
+        if given:
+            raise UsageError(
+                "is of distillation, and there is no teacher",
+                where=f"{name} {value:g}",
+                fix=f"give teacher, or leave {name} out",
+            )
+
+
 def load_teacher(
     config: UptrainConfig, budget: Budget, args: Any, name: str, student: Any, tokens: int, notices: list[str]
 ) -> Teacher:

@@ -1,10 +1,12 @@
-"""One process of the distributed tests: distributed_worker.py ddp|fsdp|zero3 FOLDER; writes JSON on rank 0."""
+"""One process of the distributed tests: distributed_worker.py ddp|fsdp|zero3|guard FOLDER; writes JSON on rank 0."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,10 @@ import torch
 from conftest import pico_llama
 from training import TINY
 
-from mha2gqa.uptraining import inmemory, run, train_model, uptrain
+from mha2gqa.errors import TrainingError
+from mha2gqa.uptraining import inmemory, run, train_model, trainer, uptrain
 from mha2gqa.uptraining.guard import SpikeGuard
+from mha2gqa.uptraining.trainer import UptrainTrainer
 
 RUN = {"tokens": 64 * 6, "save_steps": 2, "learning_rate": 3e-3, **TINY, "keep_checkpoints": True}
 BLOCKS = torch.randint(0, 64, (24, 17), generator=torch.Generator().manual_seed(0))
@@ -74,9 +78,39 @@ def from_checkpoint(folder: Path, **more: Any) -> dict[str, Any]:
     return {"resumed": result.resumed_from, "losses": [e["loss"] for e in result.losses["train"]]}
 
 
+def guarded(factor: float) -> list[int] | str:
+    """Steps skipped, or what stopped the run, where the last process alone has a bad loss at step 4."""
+    compute = UptrainTrainer.compute_loss
+
+    def spoilt(self: UptrainTrainer, *args: Any, **more: Any) -> torch.Tensor:
+        before = self._sums[0].clone()
+        loss = compute(self, *args, **more)
+        if self.state.global_step == 3 and self.args.process_index == self.args.world_size - 1:
+            self._sums[0] += (self._sums[0] - before) * min(factor, 2.0)  # what the guard sees; NaN stays NaN
+            return loss * factor
+        return loss
+
+    UptrainTrainer.compute_loss = spoilt  # type: ignore[method-assign]
+    options = IN_MEMORY | {"ddp_backend": "gloo", "per_device_train_batch_size": 2}
+    try:
+        student, teacher = pico_llama(num_key_value_heads=2), pico_llama()
+        return train_model(student, BLOCKS, teacher=teacher, **options).skipped_steps
+    except TrainingError as error:
+        return str(error)
+    finally:
+        UptrainTrainer.compute_loss = compute  # type: ignore[method-assign]
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     mode, place = sys.argv[1], Path(sys.argv[2])
+    if mode == "guard":
+        trainer.SpikeGuard = partial(SpikeGuard, warmup=2)  # type: ignore[misc, assignment]
+        trainer.SpikeGuard.factor = SpikeGuard.factor  # type: ignore[attr-defined]
+        (place / f"found-{os.environ['RANK']}.json").write_text(
+            json.dumps([guarded(1000.0), guarded(math.nan)])
+        )
+        sys.exit()
     sharded: dict[str, Any] = {"fsdp": True} if mode == "fsdp" else {}
     if sharded:
         pretend_gpus()

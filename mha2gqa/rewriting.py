@@ -88,7 +88,7 @@ def site_changes(
         plan: The conversion.
         site: The module.
         shapes: Shape of every tensor of the source by name.
-        fitted: Whether queries and output projections change too, whatever the method.
+        fitted: Whether queries, output projections and norms change too, whatever the method.
 
     Returns:
         Role -> new shape of each changed tensor, and the roles that vanish (one tensor per lost head).
@@ -102,6 +102,8 @@ def site_changes(
     pooled = MERGERS["first"](weights, site.grouping, MergeContext(plan.spec, 0)).weights
     stored = {role: tuple(x.shape) for role, x in heads.unsplit(plan.spec, pooled).items() if role in names}
     shared = {f"{norm}.{leaf}" for norm in plan.spec.qk_norm for leaf in ("weight", "bias")}
+    if fitted:  # the gains that all heads share are trained with them
+        stored |= {role: tuple(shapes[name]) for role, name in names.items() if role in shared}
     lost = [role for role in names if role not in stored and role not in shared]
     if plan.method in POOLING and not site.reordered and not fitted:
         kv = set(weights.kv_extras)

@@ -8,11 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import pico_llama, word_tokenizer
+from pico_models import model_class as pico_class
+from pico_models import pico_config
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from mha2gqa import convert_model
 from mha2gqa.conversion import convert
+from mha2gqa.data import read_documents, token_blocks
 from mha2gqa.errors import DataError, UsageError
+from mha2gqa.loading import load_model, load_tokenizer
 from mha2gqa.reconstruct import ReconstructConfig
 from mha2gqa.verification import verify
 
@@ -60,6 +65,49 @@ def test_equal_groups_change_nothing(source: Path, text: str, tmp_path: Path) ->
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == (
         source / "model.safetensors"
     ).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("model_type", "gate"),
+    [
+        ("llama", ""),
+        ("qwen3", ""),  # norms of q and k, shared by all heads, are trained too
+        ("hunyuan_v1_dense", ""),
+        ("gemma3_text", ""),
+        ("olmo2", ""),
+        ("dory", "g_proj.weight"),  # `gate_proj` in its class
+        ("lfm3", "gate_proj.weight"),
+        ("flint", "softmax_offset"),
+        ("inkling2_loop_text", ""),  # convolutions of k and v under other names
+    ],
+)
+def test_the_checkpoint_is_the_model_that_was_fitted(
+    text: str, tmp_path: Path, model_type: str, gate: str
+) -> None:
+    """Whatever training moved in memory is stored, and what belongs to a query head stays with it."""
+    torch.manual_seed(0)
+    pico_class(model_type)(pico_config(model_type)).save_pretrained(tmp_path / "mha")
+    word_tokenizer(tmp_path / "mha")
+    convert(tmp_path / "mha", tmp_path / "gqa", 2, calibration=[text], device="cpu", **QUICK)
+    source = load_model(tmp_path / "mha", device="cpu")
+    blocks = token_blocks(load_tokenizer(tmp_path / "mha"), read_documents([text]), 16)
+    live, stored = (
+        convert_model(source, 2, calibration=blocks, fit=QUICK["fit"]),
+        load_model(tmp_path / "gqa"),
+    )
+    ids = blocks[:4, :-1]
+    with torch.no_grad():
+        before, fitted, read = (model.cpu()(ids).logits for model in (source, live, stored))
+    torch.testing.assert_close(read, fitted, rtol=1e-4, atol=1e-5)
+    assert (before - fitted).abs().max() > 1e-3
+    if not gate:
+        return
+    grouping = json.loads((tmp_path / "gqa" / "mha2gqa.json").read_text())["grouping"]
+    files = [load_file(tmp_path / name / "model.safetensors") for name in ("mha", "gqa")]
+    for path, groups in grouping.items():
+        order = [head for group in groups for head in group]
+        gates = [file[f"{path}.{gate}"].unflatten(0, (len(order), -1)) for file in files]  # [H, …]
+        assert torch.equal(gates[1], gates[0][order])
 
 
 def test_same_seed_gives_the_same_bytes(source: Path, text: str, tmp_path: Path) -> None:

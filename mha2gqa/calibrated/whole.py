@@ -279,7 +279,7 @@ def _with_model(
     after = done.model.state_dict()
     for rewriter in made:
         source = next(r for r in done.rewriters if site_key(r.site.site) == site_key(rewriter.site.site))
-        tensors = _stored(plan.spec, done.plan, source, after)
+        tensors = _under_stored_names(_stored(plan.spec, done.plan, source, after), rewriter.names)
         dtypes = {role: checkpoint.read(name).dtype for role, name in rewriter.names.items()}
         report = source.report | {"path": rewriter.site.site.path} if source.report else {}
         rewriter.fill({role: tensors[role].to("cpu", dtype) for role, dtype in dtypes.items()}, report)
@@ -318,10 +318,26 @@ def _stored(
     g = source.site.geometry
     after = Geometry(g.num_heads, len(source.site.grouping), g.head_dim, g.value_dim)
     names = {role: name for role, name in source.site.site.names.items() if name in state}
-    weights = heads.split(
-        result_spec(live.spec, live), after, {role: state[name] for role, name in names.items()}
-    )
-    return heads.unsplit(spec, weights)
+    own = result_spec(live.spec, live)
+    weights = heads.split(own, after, {role: state[name] for role, name in names.items()})
+    if len(own.extras) == len(spec.extras):  # which a class may call otherwise than the file
+        stored = {mine.name: theirs.name for mine, theirs in zip(own.extras, spec.extras, strict=True)}
+        weights = replace(
+            weights,
+            kv_extras={stored.get(n, n): x for n, x in weights.kv_extras.items()},
+            query_extras={stored.get(n, n): x for n, x in weights.query_extras.items()},
+        )
+    shared = {role: state[name] for role, name in names.items() if role.split(".")[0] in live.spec.qk_norm}
+    return heads.unsplit(spec, weights) | shared
+
+
+def _under_stored_names(tensors: dict[str, Tensor], roles: Mapping[str, str]) -> dict[str, Tensor]:
+    """Tensors by the roles of the checkpoint, where the class calls a head's gate otherwise than its file."""
+    there = [role for role in roles if role not in tensors]
+    if not there:
+        return tensors
+    here = [role for role in tensors if role not in roles]
+    return tensors | {stored: tensors[live] for stored, live in zip(there, here, strict=True)}
 
 
 def _disk_site(plan: Plan, live: AttentionSite) -> Site:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -55,11 +56,12 @@ def repeatable() -> Iterator[None]:
 
 
 def trained_parameters(module: nn.Module, site: AttentionSite) -> list[nn.Parameter]:
-    """The projections of one attention module, and the gains of norms with one slice per head."""
+    """The projections of one attention module, and the gains of its norms of q and k."""
     wanted = {
         name.removeprefix(f"{site.path}.")
         for role, name in site.names.items()
-        if role.split(".")[0] in ("q", "k", "v", "o", "qkv") or role in ("q_norm.weight", "k_norm.weight")
+        if role.split(".")[0] in ("q", "k", "v", "o", "qkv")
+        or re.match(r"(q|k|query|key)_\w*norm\.weight", role)
     }
     return [p for name, p in module.named_parameters() if name in wanted]
 

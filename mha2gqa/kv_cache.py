@@ -202,13 +202,25 @@ def known_config(config: Mapping[str, Any]) -> Any:
     if model_type not in CONFIG_MAPPING:
         return SimpleNamespace(**text)
     try:
-        return CONFIG_MAPPING[model_type].from_dict(text)
+        return CONFIG_MAPPING[model_type].from_dict(as_numbers(text))
     except config_refusals() as error:
         raise CheckpointError(
             f"transformers refuses it ({reason(error)})",
             where="config.json",
             fix="restore the model's config",
         ) from error
+
+
+def as_numbers(value: Any) -> Any:
+    """A part of a raw config with `{"__float__": "Infinity"}`, transformers' way of writing it, as numbers.
+
+    Its classes read this from files only, not from a dict.
+    """
+    if isinstance(value, Mapping):
+        if value.keys() == {"__float__"}:
+            return float(value["__float__"])
+        return {key: as_numbers(part) for key, part in value.items()}
+    return [as_numbers(part) for part in value] if isinstance(value, list) else value
 
 
 # --- reading a config ----------------------------------------------------------------------------------

@@ -202,11 +202,11 @@ def load_model(
     device = resolve_device(device)
     dtype = resolve_dtype(dtype, device, stored_dtype(raw))
     check_memory(path, raw, dtype, device)
-    auto = _auto_class(raw, model_class)
+    chosen = loading_class(raw, model_class)
     common = {"trust_remote_code": trust_remote_code, "revision": revision}
     with quiet():
         try:
-            loaded: Any = auto.from_pretrained(
+            loaded: Any = chosen.from_pretrained(
                 path,
                 config=AutoConfig.from_pretrained(path, **common),
                 dtype=dtype,
@@ -226,17 +226,38 @@ def load_model(
     return model.to(device).eval()
 
 
-def _auto_class(raw: Mapping[str, Any], model_class: ModelClass) -> Any:
-    """The auto class that builds the model of a raw config."""
-    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
-    from transformers.models.auto.modeling_auto import MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES as SPEECH
+def loading_class(raw: Mapping[str, Any], model_class: ModelClass = "auto") -> Any:
+    """The class of transformers that loads a checkpoint with its language-model head.
 
+    An auto class; but for a model that also sees or hears the very class that its config names, since auto
+    classes know some of these only by their text model alone.
+
+    Args:
+        raw: `config.json`.
+        model_class: As in `load_model`.
+    """
+    import transformers
+    from transformers.models.auto import modeling_auto as known
+
+    model_type, own = raw.get("model_type"), raw.get("auto_map", ())
     if model_class == "auto":
         model_class = "seq2seq" if raw.get("is_encoder_decoder") else "causal"
-    if model_class == "causal":
-        return AutoModelForCausalLM
-    speech = raw.get("model_type") in SPEECH or AutoModelForSpeechSeq2Seq.__name__ in raw.get("auto_map", ())
-    return AutoModelForSpeechSeq2Seq if speech else AutoModelForSeq2SeqLM
+    if model_class == "seq2seq":
+        speech = model_type in known.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES
+        if speech or "AutoModelForSpeechSeq2Seq" in own:
+            return transformers.AutoModelForSpeechSeq2Seq
+        return transformers.AutoModelForSeq2SeqLM
+    if not own and text_config(raw) is not raw:
+        for name in raw.get("architectures") or ():
+            named: Any = getattr(transformers, name, None)
+            if hasattr(named, "can_generate") and named.can_generate():
+                return named
+    if model_type not in known.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        if model_type in known.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
+            return transformers.AutoModelForImageTextToText
+        if model_type in known.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES:
+            return transformers.AutoModelForMultimodalLM
+    return transformers.AutoModelForCausalLM
 
 
 def _check_consent(raw: Mapping[str, Any], path: str | Path, consent: bool) -> None:

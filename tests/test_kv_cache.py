@@ -10,7 +10,9 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from mha2gqa.errors import CheckpointError
 from mha2gqa.kv_cache import (
+    as_numbers,
     decode_step_bytes,
+    known_config,
     kv_bytes,
     kv_bytes_per_token,
     kv_layers,
@@ -171,3 +173,10 @@ def test_maximum_batch_and_decode_bytes() -> None:
     assert max_batch(LLAMA_2_7B, memory_bytes=weights + 5 * one - 1, **room) == 4
     assert max_batch(LLAMA_2_7B, memory_bytes=weights - 1, **room) == 0
     assert decode_step_bytes(LLAMA_2_7B, context=4096, batch=5, weight_bytes=weights) == weights + 5 * one
+
+
+def test_infinities_as_transformers_writes_them_are_read() -> None:
+    limits = [0.0, {"__float__": "Infinity"}]
+    config = {"model_type": "bamba", "time_step_limit": limits, "mamba_n_heads": 8, "mamba_d_head": 8} | SIZES
+    assert known_config(config).time_step_limit[1] == float("inf")
+    assert as_numbers({"a": [{"__float__": "-Infinity"}, {"b": 1}]}) == {"a": [float("-inf"), {"b": 1}]}

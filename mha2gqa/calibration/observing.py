@@ -97,7 +97,7 @@ def observing(model: Any, modules: Mapping[str, torch.nn.Module]) -> Iterator[di
     The model's attention runs through its own eager function (soft caps, sinks and position biases
     included), in float32, and is put back afterwards.
     """
-    from transformers import AttentionInterface
+    from transformers import AttentionInterface, PreTrainedModel
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
     found = {path: Accumulator(path) for path in modules}
@@ -130,7 +130,8 @@ def observing(model: Any, modules: Mapping[str, torch.nn.Module]) -> Iterator[di
 
     AttentionInterface.register(IMPLEMENTATION, attention)
     AttentionMaskInterface.register(IMPLEMENTATION, ALL_MASK_ATTENTION_FUNCTIONS["eager"])
-    own = model.config._attn_implementation
+    inner = [m.config for m in model.modules() if isinstance(m, PreTrainedModel)]
+    own = [config._attn_implementation for config in inner]
     hooks = []
     try:
         with _quiet():
@@ -142,8 +143,8 @@ def observing(model: Any, modules: Mapping[str, torch.nn.Module]) -> Iterator[di
     finally:
         for hook in hooks:
             hook.remove()
-        with _quiet():
-            model.set_attn_implementation(own)
+        for config, name in zip(inner, own, strict=True):  # from the outermost, which tells its parts
+            config._attn_implementation = name
 
 
 @contextlib.contextmanager

@@ -10,7 +10,8 @@ from typing import Any
 
 from ..checkpoint import Checkpoint, itemsize, read_json
 from ..errors import CheckpointError, UnsupportedModelError, config_refusals, hub_refusals, reason
-from ..loading import load_config_json
+from ..kv_cache import as_numbers
+from ..loading import load_config_json, loading_class
 from ..reexpress import Reexpression, shapes_of
 from ..reexpress import plan as plan_reexpression
 
@@ -119,15 +120,15 @@ def _from_hub(source: str, revision: str | None) -> Description:
 def _from_config(source: str, config: dict[str, Any]) -> Description:
     """Shapes of the model that transformers builds from the config, on the meta device: no memory is used."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+    from transformers import AutoConfig
 
     if not isinstance(config.get("model_type"), str):
         raise CheckpointError("no model_type", where=source, fix="give a transformers config.json")
-    values = {key: value for key, value in config.items() if key != "model_type"}
-    auto = AutoModelForSeq2SeqLM if config.get("is_encoder_decoder") else AutoModelForCausalLM
+    values = {key: as_numbers(value) for key, value in config.items() if key != "model_type"}
     try:
         with torch.device("meta"):
-            model = auto.from_config(AutoConfig.for_model(config["model_type"], **values))
+            chosen, known = loading_class(config), AutoConfig.for_model(config["model_type"], **values)
+            model = chosen.from_config(known) if hasattr(chosen, "from_config") else chosen(known)
     except BUILD_ERRORS + config_refusals() as error:
         raise UnsupportedModelError(
             f"no weights here, and no stock class can be built from the config ({reason(error)})",

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from ..loading import load_config_json
+from ..loading import load_config_json, loading_class
 from ..recipe import Recipe
 from ..report import Report, hub_name
 from ..results import versions
@@ -93,8 +93,7 @@ def how_to_load(convert: Mapping[str, Any]) -> dict[str, Any]:
     if not folder:
         return {}
     config = load_config_json(str(folder))
-    kind = "Seq2SeqLM" if config.get("is_encoder_decoder") else "CausalLM"
-    return {"auto_class": f"AutoModelFor{kind}", "own_code": "auto_map" in config}
+    return {"auto_class": loading_class(config).__name__, "own_code": "auto_map" in config}
 
 
 def title(recipe: Recipe, groups: int | None) -> str:

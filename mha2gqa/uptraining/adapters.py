@@ -52,6 +52,18 @@ def train_attention_only(model: Any, config: Mapping[str, Any]) -> list[str]:
     return sorted(names)
 
 
+def train_text_only(model: Any) -> list[str]:
+    """Freeze what text cannot train in a model that also sees or hears: its towers and what joins them.
+
+    Returns:
+        Names of the parameters that keep their values.
+    """
+    parts = (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings())
+    text = {id(p) for part in parts if part is not None for p in part.parameters()}
+    kept = {name: p.requires_grad_(False) for name, p in model.named_parameters() if id(p) not in text}
+    return sorted(kept)
+
+
 @dataclass(frozen=True)
 class AdapterPlan:
     """Which modules get what.

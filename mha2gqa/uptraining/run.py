@@ -16,7 +16,7 @@ from ..checkpoint import MANIFEST, Checkpoint, open_checkpoint, read_json
 from ..errors import UsageError
 from ..loading import load_config_json, load_model, load_tokenizer, stored_dtype, text_config
 from ..writer import check_output
-from .adapters import add_adapter, merge_adapter, train_attention_only
+from .adapters import add_adapter, merge_adapter, train_attention_only, train_text_only
 from .arguments import build_arguments, check_training_args
 from .budget import Budget, UptrainConfig, plan_budget
 from .corpus import load_corpus
@@ -193,6 +193,11 @@ def _train_checkpoint(
         student = load_model(source.path, dtype=torch.float32, device="cpu", trust_remote_code=consent)
     if config.isolate_documents:
         require_isolation(student)
+    if config.train == "all" and text is not source.config and not source.config.get("is_encoder_decoder"):
+        kept = train_text_only(student)
+        notices.append(
+            f"{len(kept)} tensors outside the text model keep their values: text does not train them"
+        )
     if config.train == "attention":
         moving = train_attention_only(student, source.config)
         logger.info("training %d attention tensors: %s, …", len(moving), ", ".join(moving[:4]))

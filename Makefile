@@ -33,7 +33,7 @@ format: $(VENV)/.installed
 faults: $(VENV)/.installed
 	$(BIN)/python -m pytest -n $(JOBS) tests/test_faults*.py
 
-# Every architecture of the table, with its real class (three minutes on two cores).
+# Every architecture of the table, with its real class, converted and fitted (a quarter of an hour on two cores).
 archs: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) tests/test_architectures_walk.py
 

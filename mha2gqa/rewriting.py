@@ -108,13 +108,13 @@ def site_changes(
     if plan.method in POOLING and not site.reordered and not fitted:
         kv = set(weights.kv_extras)
         moved = {r for r in stored if r.startswith(("k.", "v.", "qkv."))} | {
-            r for r in stored if _template(r) in kv
+            r for r in stored if role_template(r) in kv
         }
         stored = {role: shape for role, shape in stored.items() if role in moved}
     return stored, lost
 
 
-def _template(role: str) -> str:
+def role_template(role: str) -> str:
     """An extra's name with its head number blanked, as the spec has it."""
     return re.sub(r"\.\d+\.", ".{head}.", role)
 

@@ -11,11 +11,14 @@ import torch
 from pico_models import NO_CACHE, NO_GENERATE, NO_USE_CACHE, model_class, pico_config, pico_inputs, runnable
 from safetensors.torch import load_file, save_file
 
-from mha2gqa import heads
+from mha2gqa import convert_model, heads
 from mha2gqa.architectures import AttentionSpec, find_sites, find_spec, geometry, rotary_dim
 from mha2gqa.conversion import convert
+from mha2gqa.data import read_documents, token_blocks
 from mha2gqa.heads import AttentionWeights
+from mha2gqa.loading import load_model, load_tokenizer
 from mha2gqa.planning import plan_conversion
+from mha2gqa.reconstruct import ReconstructConfig
 from mha2gqa.rewriting import SiteRewriter
 from mha2gqa.twin import quiet
 
@@ -355,3 +358,19 @@ def decode(model: torch.nn.Module, ids: torch.Tensor, use_cache: bool) -> torch.
     return runnable(model).generate(
         **inputs, max_new_tokens=5, do_sample=False, use_cache=use_cache, pad_token_id=0, eos_token_id=None
     )
+
+
+def prove_fitted(source: Path, folder: Path, text: Path) -> None:
+    """A checkpoint that was calibrated and fitted computes what the fitted model in memory does."""
+    steps = ReconstructConfig(steps=6, batch_size=4)
+    convert(source, folder / "fitted", 2, calibration=[text], calibration_window=16, device="cpu", fit=steps)
+    original = load_model(source, device="cpu")
+    blocks = token_blocks(load_tokenizer(source), read_documents([text]), 16)
+    live = convert_model(original, 2, calibration=blocks, fit=steps)
+    ids = blocks[:4, :-1]
+    with torch.no_grad():
+        before, fitted, stored = (
+            m(input_ids=ids).logits for m in (original, live, load_model(folder / "fitted", device="cpu"))
+        )
+    assert difference(stored, fitted) < 1e-5
+    assert difference(before, fitted) > 1e-3

@@ -18,15 +18,20 @@ from architecture_proofs import (
     convert_reexpressed,
     difference,
     outputs,
+    prove_fitted,
     prove_forward,
     prove_load,
 )
+from conftest import word_tokenizer
 from families import PICOS
-from pico_models import GROUPS, TIMM
+from pico_models import GROUPS, TIMM, pico_config
+from pico_models import model_class as pico_class
 from reexpressed_picos import ROUTES, TARGETS, class_of, save_source
+from training import write_text
 
 from mha2gqa.architectures import listing
 from mha2gqa.architectures.exported import STOCK
+from mha2gqa.loading import load_tokenizer
 
 WALKED = [name for name in listing.supported_types() if name not in STOCK]
 # One of each kind of entry runs by default; `make archs` runs all.
@@ -76,6 +81,38 @@ def test_architecture(model_type: str, tmp_path: Path, request: pytest.FixtureRe
     pico = convert_pico(model_type, tmp_path, GROUPS.get(model_type, 2))
     prove = prove_forward if model_type in listing.proofs()["forward"] else prove_load
     prove(pico)
+
+
+# What text alone cannot calibrate, or a pico model cannot show.
+UNFITTED = {
+    "blt": "bytes are read in patches",
+    "diffusion_gemma": "layers run one module",
+    "evolla": "needs a protein",
+    "gpt_bigcode": "holds all KV heads or one",
+    "kyutai_speech_to_text": "needs sound",
+    "llama4": "its class fails without an image",
+    "mllama": "cross-attention needs an image",
+    "pi0": "needs images and states",
+    "shieldgemma2": "a classifier of images",
+    "voxtral_realtime": "needs sound",
+    "zamba": "layers run one module",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", WALKED)
+def test_a_fitted_checkpoint_is_the_fitted_model(model_type: str, tmp_path: Path) -> None:
+    _skip_if_absent(model_type)
+    if model_type in UNFITTED or model_type in TIMM:
+        pytest.skip(UNFITTED.get(model_type, "needs timm"))
+    torch.manual_seed(0)
+    config = pico_config(model_type)
+    if getattr(config, "is_encoder_decoder", False):
+        pytest.skip("an encoder-decoder: test_modeling_calibrated.py")
+    pico_class(model_type)(config).save_pretrained(tmp_path / "mha")
+    if len(load_tokenizer(word_tokenizer(tmp_path / "mha")).tokenize("w1 w2 w3")) != 3:
+        pytest.skip("transformers reads every tokenizer of this type as one of its own")
+    prove_fitted(tmp_path / "mha", tmp_path, write_text(tmp_path / "text.jsonl", documents=60))
 
 
 @pytest.mark.parametrize("name", ROUTES)

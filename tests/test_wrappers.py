@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from training import TINY, write_text
 
 import mha2gqa
+from mha2gqa.errors import UnsupportedModelError
 from mha2gqa.loading import load_model, loading_class
 from mha2gqa.pipeline.plan import plan
 
@@ -130,6 +131,19 @@ def test_a_bare_config_can_be_planned(models, tmp_path):
 )
 def test_the_class_that_loads(config: dict[str, Any], name: str) -> None:
     assert loading_class(config).__name__ == name
+
+
+def test_a_module_that_layers_share_is_refused_for_calibration(models, tmp_path):
+    from pico_models import model_class, pico_config
+
+    model_class("zamba")(pico_config("zamba")).save_pretrained(tmp_path / "zamba")
+    word_tokenizer(tmp_path / "zamba")
+    with pytest.raises(
+        UnsupportedModelError, match=r"layers\.3.*is the same module as .*layers\.1.*--method mean"
+    ):
+        mha2gqa.convert(tmp_path / "zamba", tmp_path / "out", 2, calibration=[models[2]], **STEPS)
+    assert not (tmp_path / "out").exists()
+    mha2gqa.convert(tmp_path / "zamba", tmp_path / "out", 2, method="mean")
 
 
 def test_the_model_is_put_back_after_calibration(models):

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import heads
-from ..architectures import AttentionSite, AttentionSpec, Geometry
+from ..architectures import AttentionSite
 from ..calibration import (
     Statistics,
+    attention_modules,
     collect,
     data_digest,
     fingerprint,
@@ -34,6 +34,7 @@ from ..rewriting import SiteRewriter
 from .groups import grouped
 from .inputs import Inputs, calibration_inputs, held_out_loss, split_held_out
 from .options import CALIBRATED, CalibrationOptions, Stage
+from .storing import as_stored, result_spec
 
 
 @dataclass
@@ -272,6 +273,7 @@ def _with_model(
     inputs = calibration_inputs(tokenizer, checkpoint.config, options)
     teacher = _load_teacher(checkpoint, options)
     live = plan_model(teacher, plan.num_kv_heads[1], plan.method, None, plan.seed, plan.attention)
+    attention_modules(teacher, [s.site for s in live.sites])  # a file holds a shared module once
     live = live.regrouped({s.site.path: _disk_site(plan, s.site).grouping for s in live.sites})
     done = convert_live(teacher, live, inputs.to(teacher.device), options)
     plan = plan.regrouped({_disk_site(plan, s.site).site.path: s.grouping for s in done.plan.sites})
@@ -279,7 +281,7 @@ def _with_model(
     after = done.model.state_dict()
     for rewriter in made:
         source = next(r for r in done.rewriters if site_key(r.site.site) == site_key(rewriter.site.site))
-        tensors = _under_stored_names(_stored(plan.spec, done.plan, source, after), rewriter.names)
+        tensors = as_stored(plan.spec, done.plan, source, after, rewriter.site.site.names)
         dtypes = {role: checkpoint.read(name).dtype for role, name in rewriter.names.items()}
         report = source.report | {"path": rewriter.site.site.path} if source.report else {}
         rewriter.fill({role: tensors[role].to("cpu", dtype) for role, dtype in dtypes.items()}, report)
@@ -302,42 +304,6 @@ def _load_teacher(checkpoint: Checkpoint, options: CalibrationOptions) -> Any:
 def _itemsize(checkpoint: Checkpoint) -> float:
     infos = checkpoint.tensors.values()
     return checkpoint.nbytes / max(1, sum(torch.Size(info.shape).numel() for info in infos))
-
-
-def result_spec(spec: AttentionSpec, plan: Plan) -> AttentionSpec:
-    """The spec of the converted model: another fused layout, for some targets."""
-    site = plan.sites[0]
-    target = spec.target(site.geometry.num_heads, plan.num_kv_heads[1])
-    return spec if target is None else replace(spec, layout=target.layout)
-
-
-def _stored(
-    spec: AttentionSpec, live: Plan, source: SiteRewriter, state: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    """Role -> tensor as the checkpoint stores it, from the student's state."""
-    g = source.site.geometry
-    after = Geometry(g.num_heads, len(source.site.grouping), g.head_dim, g.value_dim)
-    names = {role: name for role, name in source.site.site.names.items() if name in state}
-    own = result_spec(live.spec, live)
-    weights = heads.split(own, after, {role: state[name] for role, name in names.items()})
-    if len(own.extras) == len(spec.extras):  # which a class may call otherwise than the file
-        stored = {mine.name: theirs.name for mine, theirs in zip(own.extras, spec.extras, strict=True)}
-        weights = replace(
-            weights,
-            kv_extras={stored.get(n, n): x for n, x in weights.kv_extras.items()},
-            query_extras={stored.get(n, n): x for n, x in weights.query_extras.items()},
-        )
-    shared = {role: state[name] for role, name in names.items() if role.split(".")[0] in live.spec.qk_norm}
-    return heads.unsplit(spec, weights) | shared
-
-
-def _under_stored_names(tensors: dict[str, Tensor], roles: Mapping[str, str]) -> dict[str, Tensor]:
-    """Tensors by the roles of the checkpoint, where the class calls a head's gate otherwise than its file."""
-    there = [role for role in roles if role not in tensors]
-    if not there:
-        return tensors
-    here = [role for role in tensors if role not in roles]
-    return tensors | {stored: tensors[live] for stored, live in zip(there, here, strict=True)}
 
 
 def _disk_site(plan: Plan, live: AttentionSite) -> Site:

@@ -6,7 +6,7 @@ x̃_h = Σ_t a_h,t x̂_t, summed over heads without forming it per head (Σ_h (P
 and E[q qᵀ] of the queries as attention uses them.
 """
 
-from .collecting import Batch, Progress, batches, collect, data_digest, run
+from .collecting import Batch, Progress, attention_modules, batches, collect, data_digest, run
 from .observing import IMPLEMENTATION, observing
 from .statistics import SiteStatistics, Statistics, fingerprint, load_statistics, site_key, writable
 
@@ -16,6 +16,7 @@ __all__ = [
     "Progress",
     "SiteStatistics",
     "Statistics",
+    "attention_modules",
     "batches",
     "collect",
     "data_digest",

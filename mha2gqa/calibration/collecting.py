@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..architectures import AttentionSpec, find_sites
-from ..errors import CheckpointError, DataError
+from ..architectures import AttentionSite, AttentionSpec, find_sites
+from ..errors import CheckpointError, DataError, UnsupportedModelError
 from .observing import observing
 from .statistics import SiteStatistics, Statistics, fingerprint, site_key
 
@@ -41,6 +41,24 @@ def _batch_size(model: Any, width: int) -> int:
     text = model.config.get_text_config()
     budget = SCORE_BYTES.get(next(model.parameters()).device.type, SCORE_BYTES["cpu"])
     return max(1, budget // (4 * 4 * text.num_attention_heads * width * width))
+
+
+def attention_modules(model: Any, sites: Sequence[AttentionSite]) -> dict[str, torch.nn.Module]:
+    """Path -> module of every site.
+
+    Raises:
+        UnsupportedModelError: Layers run one module together (Zamba): calibration takes each for one of its own.
+    """
+    modules = {site.path: model.get_submodule(site.path) for site in sites}
+    first: dict[int, str] = {}
+    for path, module in modules.items():
+        if (known := first.setdefault(id(next(module.parameters())), path)) != path:
+            raise UnsupportedModelError(
+                f"is the same module as {known}, and calibration takes each for one of its own",
+                where=path,
+                fix="convert with --method mean and without --calibration",
+            )
+    return modules
 
 
 @torch.no_grad()
@@ -78,7 +96,7 @@ def collect(
             "no text to calibrate on", where="--calibration", fix="give at least one block of text"
         )
     sites = find_sites(spec, model.state_dict().keys())
-    modules = {site.path: model.get_submodule(site.path) for site in sites}
+    modules = attention_modules(model, sites)
     size = batch_size or _batch_size(model, rows.shape[1])
     with observing(model, modules) as found:
         for done, batch in enumerate(batches(inputs, size), 1):

@@ -70,21 +70,17 @@ def test_equal_groups_change_nothing(source: Path, text: str, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("model_type", "gate"),
     [
-        ("llama", ""),
         ("qwen3", ""),  # norms of q and k, shared by all heads, are trained too
-        ("hunyuan_v1_dense", ""),
-        ("gemma3_text", ""),
-        ("olmo2", ""),
         ("dory", "g_proj.weight"),  # `gate_proj` in its class
-        ("lfm3", "gate_proj.weight"),
-        ("flint", "softmax_offset"),
-        ("inkling2_loop_text", ""),  # convolutions of k and v under other names
     ],
 )
 def test_the_checkpoint_is_the_model_that_was_fitted(
     text: str, tmp_path: Path, model_type: str, gate: str
 ) -> None:
-    """Whatever training moved in memory is stored, and what belongs to a query head stays with it."""
+    """Whatever training moved in memory is stored, and what belongs to a query head stays with it.
+
+    All architectures: `test_a_fitted_checkpoint_is_the_fitted_model` of `make archs`.
+    """
     torch.manual_seed(0)
     pico_class(model_type)(pico_config(model_type)).save_pretrained(tmp_path / "mha")
     word_tokenizer(tmp_path / "mha")

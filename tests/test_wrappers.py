@@ -16,8 +16,14 @@ import mha2gqa
 from mha2gqa.errors import UnsupportedModelError
 from mha2gqa.loading import load_model, loading_class
 from mha2gqa.pipeline.plan import plan
+from mha2gqa.reconstruct import ReconstructConfig
 
-STEPS = {"calibration_tokens": 2048, "calibration_window": 32, "device": "cpu", "refit": True}
+STEPS = {
+    "calibration_tokens": 2048,
+    "calibration_window": 32,
+    "device": "cpu",
+    "fit": ReconstructConfig(steps=20, batch_size=4),
+}
 
 
 @pytest.fixture(scope="module")

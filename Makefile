@@ -18,7 +18,7 @@ demo: $(VENV)/.installed
 	$(BIN)/mha2gqa demo
 
 test: $(VENV)/.installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m 'not slow'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m 'not slow'
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -1,4 +1,4 @@
-"""One process of the distributed tests: distributed_worker.py ddp|fsdp|zero3|guard FOLDER; writes JSON on rank 0."""
+"""One process of the distributed tests: distributed_worker.py ddp|fsdp|zero3 FOLDER; writes JSON on rank 0."""
 
 from __future__ import annotations
 
@@ -104,13 +104,6 @@ def guarded(factor: float) -> list[int] | str:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     mode, place = sys.argv[1], Path(sys.argv[2])
-    if mode == "guard":
-        trainer.SpikeGuard = partial(SpikeGuard, warmup=2)  # type: ignore[misc, assignment]
-        trainer.SpikeGuard.factor = SpikeGuard.factor  # type: ignore[attr-defined]
-        (place / f"found-{os.environ['RANK']}.json").write_text(
-            json.dumps([guarded(1000.0), guarded(math.nan)])
-        )
-        sys.exit()
     sharded: dict[str, Any] = {"fsdp": True} if mode == "fsdp" else {}
     if sharded:
         pretend_gpus()
@@ -120,6 +113,11 @@ if __name__ == "__main__":
         "in memory": in_memory(ddp_backend="gloo", **sharded),
         "checkpoint": from_checkpoint(place, streaming=mode == "ddp", ddp_backend="gloo", **sharded),
     }
+    if mode == "ddp":
+        trainer.SpikeGuard = partial(SpikeGuard, warmup=2)  # type: ignore[misc, assignment]
+        trainer.SpikeGuard.factor = SpikeGuard.factor  # type: ignore[attr-defined]
+        guard = json.dumps([guarded(1000.0), guarded(math.nan)])
+        (place / f"guard-{os.environ['RANK']}.json").write_text(guard)
     if os.environ["RANK"] == "0":
         (place / "found.json").write_text(json.dumps(found))
     torch.distributed.destroy_process_group()

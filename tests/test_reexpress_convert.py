@@ -26,6 +26,7 @@ from mha2gqa.conversion import convert, convert_model
 from mha2gqa.errors import CheckpointError, UnsupportedModelError, UsageError
 from mha2gqa.evaluation import evaluate
 from mha2gqa.pipeline.plan import plan
+from mha2gqa.reconstruct import ReconstructConfig
 from mha2gqa.reexpress import Reexpressed, as_architecture, carry_tokenizer, written
 from mha2gqa.uptraining import uptrain
 from mha2gqa.verification import failed, verify
@@ -144,9 +145,8 @@ def test_folding_that_overflows_half_precision_is_refused(tmp_path: Path) -> Non
 
 def test_calibrated_conversion_cleans_up_and_is_joint(neox: Path, text: str, tmp_path: Path) -> None:
     statistics = tmp_path / "moments"
-    result = convert(
-        neox, tmp_path / "out", 2, calibration=[text], calibration_window=16, statistics=str(statistics)
-    )
+    quick = {"calibration_window": 16, "fit": ReconstructConfig(steps=20, batch_size=4)}
+    result = convert(neox, tmp_path / "out", 2, calibration=[text], statistics=str(statistics), **quick)
     assert result.method == "joint" and "fitted" in result.calibration["losses"]
     assert not failed(verify(tmp_path / "out", against=neox).checks)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["moments", "out"]

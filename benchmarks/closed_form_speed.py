@@ -20,12 +20,12 @@ import torch
 from _common import RESULTS, provenance, write_json
 
 from mha2gqa.architectures import AttentionSpec
-from mha2gqa.calibrated.groups import grouped
-from mha2gqa.calibrated.options import CalibrationOptions
 from mha2gqa.calibration import collect
-from mha2gqa.inmemory import assemble, plan_model
+from mha2gqa.conversion.in_memory import assemble, plan_model
+from mha2gqa.conversion.options import CalibrationOptions
+from mha2gqa.conversion.rewrite import SiteRewriter
+from mha2gqa.conversion.search import grouped
 from mha2gqa.reconstruct import ReconstructConfig, reconstruct
-from mha2gqa.rewriting import SiteRewriter
 
 
 def build(args: argparse.Namespace) -> Any:

@@ -22,10 +22,10 @@ from _common import RESULTS, provenance, write_json
 from _throughput_worker import build
 from torch.nn import functional as F
 
+from mha2gqa.checkpoints.loading import load_model, load_tokenizer, resolve_device
 from mha2gqa.data import Document, read_documents, token_blocks
+from mha2gqa.data.encoding import encode_threads
 from mha2gqa.evaluation import LoadedModel, evaluate
-from mha2gqa.evaluation.encoding import encode_threads
-from mha2gqa.loading import load_model, load_tokenizer, resolve_device
 
 
 def synchronise(device: torch.device) -> None:

@@ -46,14 +46,13 @@ def measure(work: Path, tiny: Path) -> dict[str, Any]:
     """Every figure of the run."""
     text = str(tiny / "heldout.jsonl")
     out: dict[str, Any] = {}
+    calibration = ["--calibration", text, "--calibration-tokens", "16384", "--calibration-window", "128"]
     runs = {
         "mean-g2": ["--groups", "2", "--method", "mean"],
         "joint-g2": ["--groups", "2", "--method", "joint"],
         "align-g2": ["--groups", "2", "--method", "align"],
-        "fitted-g2": ["--groups", "2", "--calibration", text, "--calibration-tokens", "16384"]
-        + ["--calibration-window", "128", "--fit", "steps=20"],
-        "distilled-g1": ["--groups", "1", "--calibration", text, "--calibration-tokens", "16384"]
-        + ["--calibration-window", "128", "--fit", "steps=10", "--fit", "distill_steps=5"],
+        "fitted-g2": ["--groups", "2", *calibration, "--fit", "steps=20"],
+        "distilled-g1": ["--groups", "1", *calibration, "--fit", "steps=10", "--fit", "distill_steps=5"],
     }
     for name, words in runs.items():
         command("convert", str(tiny), str(work / name), *words, "--seed", "3", "--device", "cpu")

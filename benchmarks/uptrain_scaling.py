@@ -26,9 +26,9 @@ import transformers
 from _common import RESULTS, provenance, write_json
 
 from mha2gqa import convert
+from mha2gqa.checkpoints.loading import load_tokenizer, resolve_device
 from mha2gqa.data import read_documents, token_blocks
 from mha2gqa.evaluation import block_loss
-from mha2gqa.loading import load_tokenizer, resolve_device
 
 MODES = ("ddp", "fsdp", "zero3")
 ZERO3 = Path(__file__).parents[1] / "examples" / "deepspeed_zero3.json"

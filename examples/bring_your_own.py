@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mha2gqa.architectures import AttentionSpec
-from mha2gqa.conversion import convert_state_dict
+from mha2gqa.conversion.checkpoint import convert_state_dict
 
 
 class Attention(nn.Module):

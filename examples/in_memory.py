@@ -11,7 +11,7 @@ import torch
 
 from mha2gqa import convert_model
 from mha2gqa.assets import tiny_model_path
-from mha2gqa.loading import load_model, load_tokenizer
+from mha2gqa.checkpoints.loading import load_model, load_tokenizer
 
 PROMPT = "def read(path):\n    with open(path) as"
 

@@ -14,38 +14,38 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from .architectures import AttentionSpec
-    from .conversion import ConvertResult, convert, convert_model, convert_state_dict
+    from .commands.estimate import PlanResult, plan
+    from .commands.run_recipe import RunResult, run
+    from .commands.sweep import SweepResult, sweep
+    from .config import Recipe, load_recipe
+    from .conversion.checkpoint import ConvertResult, convert, convert_model, convert_state_dict
     from .evaluation import EvaluateResult, ModelResult, evaluate
-    from .pipeline.plan import PlanResult, plan
-    from .pipeline.run import RunResult, run
-    from .pipeline.sweep import SweepResult, sweep
-    from .recipe import Recipe, load_recipe
     from .uptraining import UptrainResult, train_model, uptrain
-    from .verification import VerifyResult, verify
+    from .verification.checks import VerifyResult, verify
 
 # Name -> module that has it; imported when it is first asked for, so that `import mha2gqa` costs nothing.
 _EXPORTS = {
     "AttentionSpec": "architectures",
-    "ConvertResult": "conversion",
+    "ConvertResult": "conversion.checkpoint",
     "EvaluateResult": "evaluation",
     "ModelResult": "evaluation",
-    "PlanResult": "pipeline.plan",
-    "Recipe": "recipe",
-    "RunResult": "pipeline.run",
-    "SweepResult": "pipeline.sweep",
+    "PlanResult": "commands.estimate",
+    "Recipe": "config",
+    "RunResult": "commands.run_recipe",
+    "SweepResult": "commands.sweep",
     "UptrainResult": "uptraining",
-    "VerifyResult": "verification",
-    "convert": "conversion",
-    "convert_model": "conversion",
-    "convert_state_dict": "conversion",
+    "VerifyResult": "verification.checks",
+    "convert": "conversion.checkpoint",
+    "convert_model": "conversion.checkpoint",
+    "convert_state_dict": "conversion.checkpoint",
     "evaluate": "evaluation",
-    "load_recipe": "recipe",
-    "plan": "pipeline.plan",
-    "run": "pipeline.run",
-    "sweep": "pipeline.sweep",
+    "load_recipe": "config",
+    "plan": "commands.estimate",
+    "run": "commands.run_recipe",
+    "sweep": "commands.sweep",
     "train_model": "uptraining",
     "uptrain": "uptraining",
-    "verify": "verification",
+    "verify": "verification.checks",
 }
 
 __all__ = [

@@ -1,6 +1,6 @@
 """`python -m mha2gqa …`, `torchrun -m mha2gqa …`, `accelerate launch -m mha2gqa …`."""
 
-from .cli import main
+from .cli.commands import main
 
 if __name__ == "__main__":
     main()

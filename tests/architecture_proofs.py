@@ -13,14 +13,14 @@ from safetensors.torch import load_file, save_file
 
 from mha2gqa import convert_model, heads
 from mha2gqa.architectures import AttentionSpec, find_sites, find_spec, geometry, rotary_dim
-from mha2gqa.conversion import convert
+from mha2gqa.checkpoints.loading import load_model, load_tokenizer
+from mha2gqa.conversion.checkpoint import convert
+from mha2gqa.conversion.plan import plan_conversion
+from mha2gqa.conversion.rewrite import SiteRewriter
 from mha2gqa.data import read_documents, token_blocks
 from mha2gqa.heads import AttentionWeights
-from mha2gqa.loading import load_model, load_tokenizer
-from mha2gqa.planning import plan_conversion
 from mha2gqa.reconstruct import ReconstructConfig
-from mha2gqa.rewriting import SiteRewriter
-from mha2gqa.twin import quiet
+from mha2gqa.verification.tiny_random import quiet
 
 Tensors = dict[str, torch.Tensor]
 

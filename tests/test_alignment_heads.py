@@ -10,8 +10,8 @@ import torch
 from families import inputs, stock_model
 from torch import Tensor, nn
 
-from mha2gqa.conversion import convert, convert_model
-from mha2gqa.loading import load_model
+from mha2gqa.checkpoints.loading import load_model
+from mha2gqa.conversion.checkpoint import convert, convert_model
 
 PAIRS = [[0, 1], [0, 6], [1, 3], [1, 7]]
 ORDERS = {0: ((0, 7, 6, 2), (1, 3, 4, 5)), 1: ((5, 3, 0, 1), (2, 4, 6, 7))}

@@ -31,7 +31,7 @@ from training import write_text
 
 from mha2gqa.architectures import listing
 from mha2gqa.architectures.exported import STOCK
-from mha2gqa.loading import load_tokenizer
+from mha2gqa.checkpoints.loading import load_tokenizer
 
 WALKED = [name for name in listing.supported_types() if name not in STOCK]
 # One of each kind of entry runs by default; `make archs` runs all.

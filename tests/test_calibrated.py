@@ -14,12 +14,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from mha2gqa import convert_model
-from mha2gqa.conversion import convert
+from mha2gqa.checkpoints.loading import load_model, load_tokenizer
+from mha2gqa.conversion.checkpoint import convert
 from mha2gqa.data import read_documents, token_blocks
 from mha2gqa.errors import DataError, UsageError
-from mha2gqa.loading import load_model, load_tokenizer
 from mha2gqa.reconstruct import ReconstructConfig
-from mha2gqa.verification import verify
+from mha2gqa.verification.checks import verify
 
 QUICK = {"calibration_window": 16, "fit": ReconstructConfig(steps=20, batch_size=4, unit="attention")}
 

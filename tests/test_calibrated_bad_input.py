@@ -12,8 +12,8 @@ from conftest import pico_llama, word_tokenizer
 from families import stock_model
 from test_calibrated_fits import FEW, write_text
 
-from mha2gqa.benchmark import bench
-from mha2gqa.conversion import _merging_notes, convert
+from mha2gqa.commands.bench import bench
+from mha2gqa.conversion.checkpoint import _merging_notes, convert
 from mha2gqa.errors import CheckpointError, UnsupportedModelError, UsageError
 from mha2gqa.report.terminal import render
 
@@ -126,7 +126,7 @@ def test_what_merging_could_not_use_is_told_once() -> None:
 def test_plan_refuses_encoders_in_the_words_of_convert(tmp_path: Path) -> None:
     from transformers import T5Config, T5EncoderModel
 
-    from mha2gqa.pipeline.plan import plan
+    from mha2gqa.commands.estimate import plan
 
     small = T5Config(vocab_size=64, d_model=32, d_kv=4, d_ff=48, num_layers=2, num_heads=8)
     T5EncoderModel(small).save_pretrained(tmp_path / "t5")

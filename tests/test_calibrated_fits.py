@@ -13,11 +13,11 @@ from conftest import pico_llama, word_tokenizer
 from safetensors.torch import load_file
 
 from mha2gqa.assets import heldout_path, tiny_model_path
-from mha2gqa.calibrated import CalibrationOptions, calibration_inputs, convert_model
-from mha2gqa.conversion import convert
+from mha2gqa.checkpoints.loading import load_model, load_tokenizer
+from mha2gqa.conversion import CalibrationOptions, calibration_inputs, convert_model
+from mha2gqa.conversion.checkpoint import convert
 from mha2gqa.errors import CheckpointError, DataError, UsageError
 from mha2gqa.evaluation import block_loss
-from mha2gqa.loading import load_model, load_tokenizer
 from mha2gqa.reconstruct import ReconstructConfig
 
 FEW = ReconstructConfig(steps=20, batch_size=4, check_every=10, holdout=0.2, unit="attention")

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from conftest import pico_llama
 
-from mha2gqa import checker
-from mha2gqa.checker import Checker
-from mha2gqa.conversion import convert
+from mha2gqa.conversion.checkpoint import convert
 from mha2gqa.errors import CheckpointError
+from mha2gqa.verification import background
+from mha2gqa.verification.background import Checker
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def configs(folders: tuple[Path, Path]) -> list[dict[str, object]]:
 
 
 def names(folder: Path) -> list[str]:
-    from mha2gqa.checkpoint import open_checkpoint
+    from mha2gqa.checkpoints.reader import open_checkpoint
 
     return list(open_checkpoint(folder).tensors)
 
@@ -39,8 +39,8 @@ def names(folder: Path) -> list[str]:
 def process(code: str = "") -> subprocess.Popen[str]:
     """The checking process, or another that runs `code` in its place."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checker, "_SERVE", code or checker._SERVE)
-        started = checker._start()
+        patch.setattr(background, "_SERVE", code or background._SERVE)
+        started = background._start()
     assert started is not None
     return started
 
@@ -77,9 +77,9 @@ def test_a_process_that_dies_leaves_no_check_out(folders: tuple[Path, Path], cod
 @pytest.mark.parametrize("ok", [False, None])
 def test_only_checks_that_held_are_taken_over(folders: tuple[Path, Path], ok: bool | None) -> None:
     found = f"v.verify_folder = lambda *_, **__: [Check('loads', {ok}, 'a package is hidden')]"
-    odd = f"; import mha2gqa.verification as v; from mha2gqa.twin import Check; {found}; serve()"
+    odd = f"; import mha2gqa.verification.checks as v; from mha2gqa.verification.tiny_random import Check; {found}; serve()"
     with Checker() as there:
-        there._process = process(checker._SERVE.replace("; serve()", odd))
+        there._process = process(background._SERVE.replace("; serve()", odd))
         there.expect(*configs(folders))
         assert [check.ok for check in there.check(folders[1], names(folders[1]))] == [True] * 5
 
@@ -87,7 +87,9 @@ def test_only_checks_that_held_are_taken_over(folders: tuple[Path, Path], ok: bo
 def test_a_failed_check_of_the_other_process_publishes_nothing(
     folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mha2gqa.conversion.write_config", lambda *_: None)  # the folder lacks its config
+    monkeypatch.setattr(
+        "mha2gqa.conversion.checkpoint.write_config", lambda *_: None
+    )  # the folder lacks its config
     with Checker() as there, pytest.raises(CheckpointError, match="nothing was published"):
         there._process = process()
         convert(folders[0], tmp_path / "out", 2, checker=there)
@@ -101,5 +103,5 @@ def test_a_refusal_ends_the_process(folders: tuple[Path, Path]) -> None:
 
 
 def test_the_module_is_light() -> None:
-    code = "import sys, mha2gqa.checker; assert not {'torch', 'numpy', 'transformers'} & set(sys.modules)"
+    code = "import sys, mha2gqa.verification.background; assert not {'torch', 'numpy', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

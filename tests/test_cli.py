@@ -16,8 +16,8 @@ from typing import Any
 import click
 import pytest
 
-from mha2gqa import cli as commands
-from mha2gqa.clitools import run_command
+from mha2gqa.cli import commands
+from mha2gqa.cli.tools import run_command
 from mha2gqa.errors import GateError, TrainingError
 
 COMMANDS = [
@@ -57,7 +57,7 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 def test_help_imports_nothing_heavy_and_is_quick() -> None:
     code = (
         "import sys; sys.argv = ['mha2gqa', *sys.argv[1:]]\n"
-        "from mha2gqa.cli import main\n"
+        "from mha2gqa.cli.commands import main\n"
         "try: main()\n"
         "finally: assert not {'torch', 'transformers', 'datasets', 'numpy', 'yaml'} & set(sys.modules)"
     )
@@ -234,7 +234,7 @@ def test_exit_codes(
 )
 def test_unexpected_faults_are_one_line_too(args: list[str], variable: str, traceback: bool) -> None:
     code = (
-        "import click, mha2gqa.cli as c; from mha2gqa.clitools import run_command\n"
+        "import click, mha2gqa.cli.commands as c; from mha2gqa.cli.tools import run_command\n"
         "@c.cli.command()\n@c.common\ndef fail(): raise TypeError('two\\nlines')\n"
         f"run_command(c.cli, ['fail', *{args}])"
     )
@@ -281,7 +281,9 @@ def test_gates() -> None:
 
 
 def test_archs_lists_every_type_with_its_fate() -> None:
-    code = "import sys; from mha2gqa.cli import main; sys.argv = ['mha2gqa', '--json', 'archs']; main()"
+    code = (
+        "import sys; from mha2gqa.cli.commands import main; sys.argv = ['mha2gqa', '--json', 'archs']; main()"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     found = json.loads(done.stdout)
     assert (found["command"], found["schema_version"]) == ("archs", 1)
@@ -310,7 +312,7 @@ def test_a_finished_command_leaves_its_process_group_and_a_failed_one_does_not_w
 
 def test_only_the_first_process_says_what_all_meet(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[float] = []
-    monkeypatch.setattr("mha2gqa.clitools.time.sleep", waited.append)
+    monkeypatch.setattr("mha2gqa.cli.tools.time.sleep", waited.append)
     monkeypatch.setenv("RANK", "0")
     first = run("verify", "nowhere", "--json", code=1)
     assert first[2].startswith("error: nowhere: ") and not waited

@@ -19,9 +19,9 @@ from transformers import AutoModelForCausalLM
 
 from mha2gqa import heads
 from mha2gqa.architectures import AttentionSpec
-from mha2gqa.conversion import convert, convert_model, convert_state_dict
+from mha2gqa.conversion.checkpoint import convert, convert_model, convert_state_dict
 from mha2gqa.errors import CheckpointError, UnsupportedModelError, UsageError
-from mha2gqa.verification import verify
+from mha2gqa.verification.checks import verify
 
 IDS = torch.arange(3, 33).view(2, 15)
 
@@ -261,7 +261,7 @@ def test_a_failing_write_publishes_nothing(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("mha2gqa.conversion.copy_side_files", full)
+    monkeypatch.setattr("mha2gqa.conversion.checkpoint.copy_side_files", full)
     with pytest.raises(CheckpointError, match="No space left"):
         convert(pico, tmp_path / "out", 2)
     assert [p.name for p in tmp_path.iterdir()] == ["pico"]
@@ -276,7 +276,7 @@ def test_too_small_a_disk_is_refused_first(
 
 
 def test_a_killed_conversion_leaves_no_output_and_can_be_rerun(pico: Path, tmp_path: Path) -> None:
-    code = ("import sys, time, mha2gqa.conversion as c\n"
+    code = ("import sys, time, mha2gqa.conversion.checkpoint as c\n"
             "c.copy_side_files = lambda *a: (print('writing', flush=True), time.sleep(60))\n"
             "c.convert(sys.argv[1], sys.argv[2], 2)")  # fmt: skip
     process = subprocess.Popen(
@@ -404,7 +404,7 @@ def test_a_source_that_shrinks_while_it_is_copied_publishes_nothing(
     def shrink(*_: object) -> None:
         os.truncate(pico / "model.safetensors", 3000)
 
-    monkeypatch.setattr("mha2gqa.conversion.check_space", shrink)
+    monkeypatch.setattr("mha2gqa.conversion.checkpoint.check_space", shrink)
     with pytest.raises(CheckpointError, match="ends too early"):
         convert(pico, tmp_path / "out", 8)  # as many heads as before: nothing is made, all is copied
     assert [p.name for p in tmp_path.iterdir()] == ["pico"]

@@ -28,8 +28,8 @@ def test_the_shape_has_the_size_asked_for(gigabytes: float) -> None:
 
 
 def test_the_checkpoint_loads_and_converts(tmp_path: Path) -> None:
-    from mha2gqa.conversion import convert
-    from mha2gqa.loading import load_model
+    from mha2gqa.checkpoints.loading import load_model
+    from mha2gqa.conversion.checkpoint import convert
 
     source = tmp_path / "source"
     described = convert_speed.write_checkpoint(source, 0.003, shards=3, seed=0)

@@ -26,7 +26,7 @@ from mha2gqa.evaluation import (
     EvaluateResult,
     LoadedModel,
     Settings,
-    batches,
+    batching,
     block_loss,
     bootstrap,
     check_gates,
@@ -367,7 +367,7 @@ def test_encoder_decoder_windows() -> None:
     """The seam for sequence-to-sequence objectives: windows that carry what the encoder reads."""
     from transformers import T5Config, T5ForConditionalGeneration
 
-    from mha2gqa.evaluation.windows import Window
+    from mha2gqa.evaluation.protocols import Window
 
     torch.manual_seed(0)
     config = T5Config(vocab_size=64, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=4)
@@ -384,7 +384,7 @@ def test_encoder_decoder_windows() -> None:
         Window(np.array([0, *target], dtype=np.int32), 0, i, "", encoder=source.astype(np.int32))
         for i, (source, target) in enumerate(pairs)
     ]
-    scored = scoring.score_batches(scoring.Head(net), batches.make_batches(windows, 3, 20))
+    scored = scoring.score_batches(scoring.Head(net), batching.make_batches(windows, 3, 20))
     total = sum(float(s.nll.double().sum()) for _, s in scored)
     assert total == pytest.approx(sum(losses), rel=1e-5)
 
@@ -451,7 +451,7 @@ def test_result_has_the_keys_of_the_plan(compared: EvaluateResult, pair: tuple[P
 def test_agreement_equals_brute_force(
     compared: EvaluateResult, pair: tuple[Path, Path], plain: PreTrainedTokenizerBase, corpus: Path
 ) -> None:
-    from mha2gqa.loading import load_model
+    from mha2gqa.checkpoints.loading import load_model
 
     original, other = (load_model(p, device="cpu") for p in pair)
     divergences, same, first, second = [], [], [], []
@@ -639,7 +639,7 @@ def test_documents_are_read_as_they_are_needed(
     for protocol in ("window", "blocks", "rolling"):
         drawn = 0
         windows = PROTOCOLS[protocol](plain, endless(), Settings(16, 8))
-        next(batches.make_batches(windows, 2, 16))
+        next(batching.make_batches(windows, 2, 16))
         assert drawn <= 1024
 
 

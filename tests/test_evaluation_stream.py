@@ -18,12 +18,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from mha2gqa.data import Document, prefetch
+from mha2gqa.data import Document, encoding, prefetch
+from mha2gqa.data.encoding import Encoded, encode, word_starts
 from mha2gqa.errors import CheckpointError, DataError
-from mha2gqa.evaluation import LoadedModel, Window, encoding, evaluate
-from mha2gqa.evaluation.batches import make_batches
-from mha2gqa.evaluation.encoding import Encoded, encode, word_starts
-from mha2gqa.evaluation.tally import Positions
+from mha2gqa.evaluation import LoadedModel, Window, evaluate
+from mha2gqa.evaluation.batching import make_batches
+from mha2gqa.evaluation.metrics import Positions
 
 
 @pytest.fixture(scope="module")

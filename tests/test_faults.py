@@ -18,9 +18,9 @@ from transformers import AutoTokenizer
 from mha2gqa.data import Document
 from mha2gqa.errors import UsageError
 from mha2gqa.evaluation import PROTOCOLS, EvaluateResult, LoadedModel, Settings, evaluate
-from mha2gqa.evaluation.batches import Batch, collate
-from mha2gqa.evaluation.tally import Tally
-from mha2gqa.evaluation.windows import Window
+from mha2gqa.evaluation.batching import Batch, collate
+from mha2gqa.evaluation.metrics import Tally
+from mha2gqa.evaluation.protocols import Window
 
 
 def words(count: int, seed: int = 0) -> str:

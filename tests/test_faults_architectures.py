@@ -22,13 +22,13 @@ from architecture_proofs import (
     write_folder,
 )
 
-from mha2gqa import reexpress
+from mha2gqa import arch_conversion
+from mha2gqa.arch_conversion import neox
 from mha2gqa.architectures import find_sites, find_spec, geometry
-from mha2gqa.conversion import convert
+from mha2gqa.checkpoints.loading import load_model
+from mha2gqa.conversion.checkpoint import convert
 from mha2gqa.errors import CheckpointError, UnsupportedModelError, UsageError
 from mha2gqa.kv_cache import kv_bytes_per_token
-from mha2gqa.loading import load_model
-from mha2gqa.reexpress import neox
 
 H, D, d = 8, 32, 4
 IDS = torch.randint(3, 60, (2, 10), generator=torch.Generator().manual_seed(1))
@@ -257,7 +257,7 @@ def test_c26_internlm2_rows_lie_by_group() -> None:
             "attention_norm", "ffn_norm",
         )),
     ]  # fmt: skip
-    found = reexpress.plan(config, names, 1, "llama")
+    found = arch_conversion.plan(config, names, 1, "llama")
     assert found is not None
 
     def rows(part: str) -> list[float]:

@@ -12,12 +12,12 @@ from conftest import pico_llama, word_tokenizer
 from safetensors.torch import load_file, save_file
 from training import TINY, family, write_text
 
-from mha2gqa.checkpoint import open_checkpoint
+from mha2gqa.checkpoints.reader import open_checkpoint
 from mha2gqa.errors import CheckpointError, DataError, TrainingError, UnsupportedModelError, UsageError
 from mha2gqa.uptraining import train_model, uptrain
 from mha2gqa.uptraining.isolation import isolates_documents, require_isolation
-from mha2gqa.uptraining.publishing import named_as_stored
-from mha2gqa.uptraining.workspace import Workspace
+from mha2gqa.uptraining.publish import named_as_stored
+from mha2gqa.uptraining.run_dir import Workspace
 
 RUN = {**TINY, "tokens": 64 * 4}
 
@@ -257,13 +257,13 @@ def test_too_little_memory_says_what_to_lower(models, tmp_path, monkeypatch):
 
 
 def test_disk_full_at_the_end_keeps_the_run(models, tmp_path, monkeypatch):
-    from mha2gqa.uptraining import publishing
+    from mha2gqa.uptraining import publish
 
     def full(*args):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(publishing, "write_shards", full)
+        patch.setattr(publish, "write_shards", full)
         with pytest.raises(CheckpointError, match="No space left on device"):
             uptrain(models[1], tmp_path / "up", models[2], **RUN)
     assert not (tmp_path / "up").exists()

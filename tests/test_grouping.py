@@ -11,9 +11,9 @@ import torch
 
 from mha2gqa.architectures import AttentionSpec
 from mha2gqa.errors import UsageError
-from mha2gqa.grouping import canonical, evaluations, read_groupings, search
 from mha2gqa.heads import AttentionWeights
 from mha2gqa.merging import MergeContext
+from mha2gqa.merging.grouping import canonical, evaluations, read_groupings, search
 from mha2gqa.merging.sharing import sharing
 
 

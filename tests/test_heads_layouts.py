@@ -93,8 +93,8 @@ def test_a_target_layout_applies_only_once_heads_are_shared() -> None:
 def test_shapes_are_found_without_the_tracing_half_of_torch() -> None:
     """Sums and concatenations on the meta device load hundreds of modules: more than a second of a conversion."""
     code = (
-        "from mha2gqa.planning import plan_conversion\n"
-        "from mha2gqa.rewriting import site_changes\n"
+        "from mha2gqa.conversion.plan import plan_conversion\n"
+        "from mha2gqa.conversion.rewrite import site_changes\n"
         "base = {'num_attention_heads': 8, 'num_key_value_heads': 8, 'hidden_size': 64, 'num_hidden_layers': 1}\n"
         "import sys\n"
         "for kind, names in (('phi3', {'qkv': 192, 'o': 64}), ('llama', dict.fromkeys('qkvo', 64))):\n"

@@ -17,39 +17,28 @@ LAYERS = [
     "errors",
     "results",
     "assets",
-    "recipe",
+    "config",
+    "modeling",
+    "checkpoints",
     "architectures",
     "heads",
-    "checkpoint",
-    "writer",
     "data",
-    "modeling",
-    "loading",
-    "reexpress",
+    "arch_conversion",
     "kv_cache",
     "evaluation",
     "calibration",
-    "grouping",
     "merging",
-    "planning",
-    "rewriting",
-    "inmemory",
     "reconstruct",
-    "twin",
     "verification",
-    "checker",
-    "calibrated",
     "conversion",
     "uptraining",
-    "benchmark",
     "report",
-    "pipeline",
-    "clitools",
+    "commands",
     "cli",
 ]
 LIGHT = [
     m
-    for m in ("errors", "results", "recipe", "architectures", "report", "cli")
+    for m in ("errors", "results", "config", "architectures", "report", "cli")
     if importlib.util.find_spec(f"mha2gqa.{m}")
 ]
 

@@ -15,14 +15,14 @@ from test_seq2seq import WINDOW, saved_t5
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from mha2gqa.architectures.leftovers import without_leftovers
-from mha2gqa.checkpoint import open_checkpoint
-from mha2gqa.conversion import convert, convert_model
+from mha2gqa.checkpoints.ignored_keys import without_leftovers
+from mha2gqa.checkpoints.loading import load_model
+from mha2gqa.checkpoints.reader import open_checkpoint
+from mha2gqa.conversion.checkpoint import convert, convert_model
 from mha2gqa.errors import CheckpointError, DataError
-from mha2gqa.loading import load_model
 from mha2gqa.uptraining import uptrain
-from mha2gqa.uptraining.publishing import named_as_stored
-from mha2gqa.verification import verify
+from mha2gqa.uptraining.publish import named_as_stored
+from mha2gqa.verification.checks import verify
 
 STRAY = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
 MASKS = {

@@ -10,9 +10,8 @@ import torch
 from conftest import pico_llama, word_tokenizer
 from safetensors.torch import load_file, save_file
 
-from mha2gqa import loading
-from mha2gqa.errors import CheckpointError, UsageError
-from mha2gqa.loading import (
+from mha2gqa.checkpoints import loading
+from mha2gqa.checkpoints.loading import (
     load_config_json,
     load_model,
     load_tokenizer,
@@ -20,6 +19,7 @@ from mha2gqa.loading import (
     resolve_dtype,
     stored_dtype,
 )
+from mha2gqa.errors import CheckpointError, UsageError
 
 
 def edit_config(folder: Path, **changes: object) -> None:

@@ -16,13 +16,13 @@ from test_seq2seq import WINDOW, saved_t5
 from torch import Tensor
 
 from mha2gqa.architectures import find_sites, find_spec, geometry
-from mha2gqa.calibrated import calibration_inputs
 from mha2gqa.calibration import collect
-from mha2gqa.checkpoint import open_checkpoint
-from mha2gqa.conversion import convert, convert_model
+from mha2gqa.checkpoints.loading import load_model, load_tokenizer
+from mha2gqa.checkpoints.reader import open_checkpoint
+from mha2gqa.conversion import calibration_inputs
+from mha2gqa.conversion.checkpoint import convert, convert_model
 from mha2gqa.errors import UsageError
 from mha2gqa.heads import AttentionWeights, permute_queries, query_order, split, unsplit
-from mha2gqa.loading import load_model, load_tokenizer
 from mha2gqa.reconstruct import ReconstructConfig
 
 GROUPS = {"self": 2, "cross": 2}
@@ -153,7 +153,7 @@ def text(tmp_path: Path) -> str:
 
 def test_cross_attention_is_calibrated_on_what_the_encoder_says(tmp_path: Path, text: str) -> None:
     """Moments of keys and values are those of encoder states, the averages those of its own weights."""
-    from mha2gqa.calibrated import CalibrationOptions
+    from mha2gqa.conversion import CalibrationOptions
 
     folder = saved_t5(tmp_path / "t5")
     options = CalibrationOptions((text,), tokens=40 * WINDOW, window=WINDOW)
@@ -210,7 +210,7 @@ def read_rows(folder: Path, options: Any) -> dict[str, Tensor]:
 
 
 def calibration_options(text: str) -> Any:
-    from mha2gqa.calibrated import CalibrationOptions
+    from mha2gqa.conversion import CalibrationOptions
 
     return CalibrationOptions((text,), tokens=100 * WINDOW, window=WINDOW)
 
@@ -245,7 +245,7 @@ def test_an_exported_model_can_be_calibrated_again(tmp_path: Path, text: str) ->
 @pytest.mark.parametrize("kind", ["self", "cross"])
 def test_only_the_attention_that_is_shared_is_fitted(kind: str, tmp_path: Path, text: str) -> None:
     """What is written is what was fitted and judged; attention of the other kind keeps its bytes."""
-    from mha2gqa.calibrated import CalibrationOptions
+    from mha2gqa.conversion import CalibrationOptions
 
     folder = saved_t5(tmp_path / "t5")
     fit = ReconstructConfig(steps=4, batch_size=4, check_every=2, holdout=0.2, distill_steps=2)

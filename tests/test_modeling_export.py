@@ -15,11 +15,11 @@ from conftest import word_tokenizer
 from families import PICOS, H, export_of, inputs, logits, stock_model
 
 from mha2gqa import modeling
-from mha2gqa.conversion import convert, convert_model
+from mha2gqa.checkpoints.loading import load_model
+from mha2gqa.conversion.checkpoint import convert, convert_model
 from mha2gqa.errors import UnsupportedModelError, UsageError
 from mha2gqa.kv_cache import kv_layers
-from mha2gqa.loading import load_model
-from mha2gqa.verification import verify
+from mha2gqa.verification.checks import verify
 
 FRESH = """
 import json, sys, torch, transformers

@@ -19,20 +19,16 @@ import pytest
 import torch
 
 import mha2gqa
-from mha2gqa.benchmark import bench, longest_context
-from mha2gqa.checkpoint import open_checkpoint
-from mha2gqa.conversion import convert
-from mha2gqa.errors import CheckpointError, GateError, Mha2gqaError, UnsupportedModelError, UsageError
-from mha2gqa.evaluation import PROTOCOLS, EvaluateConfig
-from mha2gqa.merging import MERGERS
-from mha2gqa.pipeline.builtin import resolve_data, resolve_model
-from mha2gqa.pipeline.describe import describe
-from mha2gqa.pipeline.ledger import Ledger, stamp
-from mha2gqa.pipeline.plan import parallel_warnings, plan, suggested
-from mha2gqa.pipeline.push import push
-from mha2gqa.pipeline.run import run
-from mha2gqa.pipeline.sweep import Cell, grid, sweep
-from mha2gqa.recipe import (
+from mha2gqa.checkpoints.reader import open_checkpoint
+from mha2gqa.commands.bench import bench, longest_context
+from mha2gqa.commands.builtin import resolve_data, resolve_model
+from mha2gqa.commands.describe import describe
+from mha2gqa.commands.estimate import parallel_warnings, plan, suggested
+from mha2gqa.commands.push import push
+from mha2gqa.commands.run_recipe import run
+from mha2gqa.commands.stages import Ledger, stamp
+from mha2gqa.commands.sweep import Cell, grid, sweep
+from mha2gqa.config import (
     ConvertRecipe,
     EvaluateRecipe,
     FitRecipe,
@@ -40,7 +36,11 @@ from mha2gqa.recipe import (
     load_recipe,
     recipe_from_dict,
 )
-from mha2gqa.recipe.sections import Method, Protocol
+from mha2gqa.config.sections import Method, Protocol
+from mha2gqa.conversion.checkpoint import convert
+from mha2gqa.errors import CheckpointError, GateError, Mha2gqaError, UnsupportedModelError, UsageError
+from mha2gqa.evaluation import PROTOCOLS, EvaluateConfig
+from mha2gqa.merging import MERGERS
 from mha2gqa.reconstruct import ReconstructConfig
 from mha2gqa.uptraining import UptrainConfig
 from tests.conftest import pico_llama, word_tokenizer
@@ -385,7 +385,7 @@ def test_a_stage_that_died_may_replace_its_own_leavings(tmp_path: Path) -> None:
 def test_other_processes_wait_for_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Ledger(tmp_path).stage("s", {"a": 1}, lambda replace: {"n": 1}, str)
     monkeypatch.setenv("RANK", "1")
-    monkeypatch.setattr("mha2gqa.pipeline.ledger.POLL_SECONDS", 0.0)
+    monkeypatch.setattr("mha2gqa.commands.stages.POLL_SECONDS", 0.0)
 
     def never(replace: bool) -> dict[str, Any]:
         raise AssertionError("only the first process works")

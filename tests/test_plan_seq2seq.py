@@ -9,11 +9,11 @@ import pytest
 from conftest import word_tokenizer
 from families import stock_model
 
-from mha2gqa.conversion import convert
+from mha2gqa.checkpoints.loading import load_model
+from mha2gqa.commands.estimate import plan
+from mha2gqa.conversion.checkpoint import convert
 from mha2gqa.errors import UnsupportedModelError, UsageError
 from mha2gqa.evaluation import evaluate
-from mha2gqa.loading import load_model
-from mha2gqa.pipeline.plan import plan
 
 
 def saved(name: str, folder: Path) -> Path:

@@ -15,8 +15,8 @@ import quality
 import quality_t5
 import tables
 
+from mha2gqa.checkpoints.loading import load_model
 from mha2gqa.evaluation import evaluate
-from mha2gqa.loading import load_model
 from mha2gqa.uptraining.guard import forward_flops
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from mha2gqa.config import Recipe, check_training_words, load_recipe, parse_count, recipe_from_dict
 from mha2gqa.errors import UsageError
-from mha2gqa.recipe import Recipe, check_training_words, load_recipe, parse_count, recipe_from_dict
 
 TEXT = """\
 source: some/model
@@ -171,7 +171,7 @@ def test_defaults_are_a_recipe() -> None:
 
 def test_reading_a_recipe_imports_no_torch(tmp_path: Path) -> None:
     code = (
-        "import sys; from mha2gqa.recipe import load_recipe; load_recipe(sys.argv[1]);"
+        "import sys; from mha2gqa.config import load_recipe; load_recipe(sys.argv[1]);"
         "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code, str(write(tmp_path / "r.yaml"))], check=True)

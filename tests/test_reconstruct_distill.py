@@ -10,7 +10,7 @@ import torch
 from conftest import pico_llama
 
 from mha2gqa.architectures import AttentionSpec
-from mha2gqa.conversion import convert_model
+from mha2gqa.conversion.checkpoint import convert_model
 from mha2gqa.errors import UsageError
 from mha2gqa.reconstruct import ReconstructConfig, distill, fisher, reconstruct
 from mha2gqa.reconstruct import distill as distill_function

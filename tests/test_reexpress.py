@@ -18,8 +18,8 @@ from architecture_proofs import (
 )
 from reexpressed_picos import IDS, NEOX, OPT, ROUTES, TARGETS, H, class_of, save_source
 
-from mha2gqa import reexpress
-from mha2gqa.checkpoint import open_checkpoint
+from mha2gqa import arch_conversion
+from mha2gqa.checkpoints.reader import open_checkpoint
 from mha2gqa.errors import CheckpointError, UnsupportedModelError, UsageError
 
 
@@ -53,10 +53,10 @@ def test_logits_stay_with_all_kv_heads(name: str, tmp_path: Path) -> None:
     source = save_source(name, tmp_path / "source")
     checkpoint = open_checkpoint(tmp_path / "source")
     as_, target = ROUTES[name][2:]
-    found = reexpress.plan(checkpoint.config, checkpoint.tensors, None, as_)
+    found = arch_conversion.plan(checkpoint.config, checkpoint.tensors, None, as_)
     assert found is not None and found.target_type == target
     (tmp_path / "out").mkdir()
-    reexpress.write(reexpress.Reexpressed(checkpoint, found), tmp_path / "out")
+    arch_conversion.write(arch_conversion.Reexpressed(checkpoint, found), tmp_path / "out")
     result = load_complete(class_of(TARGETS[target]), tmp_path / "out")
 
     ids = torch.randint(3, 90, (2, 12), generator=torch.Generator().manual_seed(1))
@@ -80,11 +80,11 @@ def test_logits_stay_with_all_kv_heads(name: str, tmp_path: Path) -> None:
 def test_shapes_are_known_without_reading(name: str, tmp_path: Path) -> None:
     save_source(name, tmp_path / "source")
     checkpoint = open_checkpoint(tmp_path / "source")
-    found = reexpress.plan(checkpoint.config, checkpoint.tensors, 1)
+    found = arch_conversion.plan(checkpoint.config, checkpoint.tensors, 1)
     assert found is not None
     (tmp_path / "out").mkdir()
-    reexpress.write(reexpress.Reexpressed(checkpoint, found), tmp_path / "out")
-    assert reexpress.shapes_of(found, checkpoint.shapes) == open_checkpoint(tmp_path / "out").shapes
+    arch_conversion.write(arch_conversion.Reexpressed(checkpoint, found), tmp_path / "out")
+    assert arch_conversion.shapes_of(found, checkpoint.shapes) == open_checkpoint(tmp_path / "out").shapes
 
 
 def test_half_precision_is_folded_in_single(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_half_precision_is_folded_in_single(tmp_path: Path) -> None:
     model = save_source("gpt_neox", tmp_path / "source").half()
     model.save_pretrained(tmp_path / "half")
     checkpoint = open_checkpoint(tmp_path / "half")
-    found = reexpress.plan(checkpoint.config, checkpoint.tensors)
+    found = arch_conversion.plan(checkpoint.config, checkpoint.tensors)
     assert found is not None
     recipe = found.recipes["model.layers.0.mlp.fc1.weight"]
     weight, gamma = (checkpoint.read(n) for n in recipe.sources)
@@ -106,38 +106,38 @@ def test_routes_that_do_not_exist_are_refused_with_those_that_do() -> None:
     with pytest.raises(
         UsageError, match=r"gpt_neox cannot be written as llama; it can be written as nemotron, phi"
     ):
-        reexpress.plan(neox, [], 2, "llama")
-    assert reexpress.plan(neox, [], 2, "gpt_neox") is None
+        arch_conversion.plan(neox, [], 2, "llama")
+    assert arch_conversion.plan(neox, [], 2, "gpt_neox") is None
     with pytest.raises(UsageError, match="holds all KV heads or one; use --groups 1"):
-        reexpress.plan({"model_type": "gpt2", "n_head": 8}, [], 2, "gpt_bigcode")
+        arch_conversion.plan({"model_type": "gpt2", "n_head": 8}, [], 2, "gpt_bigcode")
     for groups in (2, 8, None):  # what can stay what it is does so
-        assert reexpress.plan({"model_type": "gpt2", "n_head": 8}, [], groups) is None
-    assert reexpress.plan(neox, [], 2, "none") is None
-    assert reexpress.plan({"model_type": "llama"}, [], 2) is None
-    assert reexpress.plan({"model_type": "baichuan"}, [], 2) is None, "remote code only where asked for"
+        assert arch_conversion.plan({"model_type": "gpt2", "n_head": 8}, [], groups) is None
+    assert arch_conversion.plan(neox, [], 2, "none") is None
+    assert arch_conversion.plan({"model_type": "llama"}, [], 2) is None
+    assert arch_conversion.plan({"model_type": "baichuan"}, [], 2) is None, "remote code only where asked for"
 
 
 def test_a_model_that_does_not_fit_says_why(tmp_path: Path) -> None:
     config = {"model_type": "opt", **OPT, "do_layer_norm_before": False}
-    assert reexpress.plan(config, [], 1) is None
+    assert arch_conversion.plan(config, [], 1) is None
     with pytest.raises(UnsupportedModelError, match="norms come behind attention"):
-        reexpress.plan(config, [], 1, "gpt_bigcode")
+        arch_conversion.plan(config, [], 1, "gpt_bigcode")
     odd = {"model_type": "gpt_neox", **NEOX, "rotary_pct": 0.4}  # 3.2 of 8 dims
     names = [
         n.removeprefix("gpt_neox.")
         for n in transformers.GPTNeoXModel(class_of("GPTNeoX").config_class(**NEOX)).state_dict()
     ]
     with pytest.raises(UnsupportedModelError, match="an odd number"):
-        reexpress.plan(odd, [*names, "embed_out.weight"])
+        arch_conversion.plan(odd, [*names, "embed_out.weight"])
     save_source("gpt_neox", tmp_path / "s")
     names = list(read_tensors(tmp_path / "s"))
     with pytest.raises(CheckpointError, match=r"no tensor gpt_neox.layers.1.mlp.dense_h_to_4h.weight"):
-        reexpress.plan(
+        arch_conversion.plan(
             read_config(tmp_path / "s"),
             [n for n in names if n != "gpt_neox.layers.1.mlp.dense_h_to_4h.weight"],
         )
     with pytest.raises(CheckpointError, match=r"does not have: gpt_neox.layers.7.odd.weight"):
-        reexpress.plan(read_config(tmp_path / "s"), [*names, "gpt_neox.layers.7.odd.weight"])
+        arch_conversion.plan(read_config(tmp_path / "s"), [*names, "gpt_neox.layers.7.odd.weight"])
 
 
 # --- remote-code checkpoints: written by hand from a Llama or Qwen2, and read back as one ---------------
@@ -183,10 +183,10 @@ def _check_remote(
 ) -> None:
     write_folder(tmp_path / "remote", config, tensors)
     checkpoint = open_checkpoint(tmp_path / "remote")
-    found = reexpress.plan(checkpoint.config, checkpoint.tensors, 2, as_)
+    found = arch_conversion.plan(checkpoint.config, checkpoint.tensors, 2, as_)
     assert found is not None and "auto_map" not in found.config
     (tmp_path / "out").mkdir()
-    reexpress.write(reexpress.Reexpressed(checkpoint, found), tmp_path / "out")
+    arch_conversion.write(arch_conversion.Reexpressed(checkpoint, found), tmp_path / "out")
     ids = torch.randint(3, 90, (2, 12), generator=torch.Generator().manual_seed(1))
     result = load_complete(type(model), tmp_path / "out")
     assert (_logits(result, ids) - _logits(model, ids)).abs().max() < 1e-5
@@ -207,14 +207,16 @@ def test_baichuan2_normalises_its_output_rows(tmp_path: Path) -> None:
     state, _ = _reference(transformers.LlamaForCausalLM)
     for i in range(2):
         _fused(state, f"model.layers.{i}", f"model.layers.{i}.self_attn.W_pack.weight", "weight")
-    found = reexpress.plan(config, state, 2, "llama")
+    found = arch_conversion.plan(config, state, 2, "llama")
     assert found is not None
     head = found.recipes["lm_head.weight"].make(state["lm_head.weight"])
     assert torch.allclose(head.norm(dim=1), torch.ones(96))
     with pytest.raises(UnsupportedModelError, match="disagree"):
-        reexpress.plan({**config, "vocab_size": 64_000}, state, 2, "llama")
+        arch_conversion.plan({**config, "vocab_size": 64_000}, state, 2, "llama")
     with pytest.raises(UnsupportedModelError, match="ALiBi"):
-        reexpress.plan({k: v for k, v in config.items() if k != "max_position_embeddings"}, state, 2, "llama")
+        arch_conversion.plan(
+            {k: v for k, v in config.items() if k != "max_position_embeddings"}, state, 2, "llama"
+        )
 
 
 def test_internlm_as_llama(tmp_path: Path) -> None:
@@ -253,5 +255,5 @@ def test_qwen_as_qwen2(tmp_path: Path) -> None:
     config = {**REMOTE_SIZES, "model_type": "qwen", "intermediate_size": 160, "seq_length": 64}
     config |= {"rotary_emb_base": 500.0, "layer_norm_epsilon": 1e-6, "use_dynamic_ntk": True}
     _check_remote(config, tensors, model, tmp_path, "qwen2")
-    found = reexpress.plan(json.loads(json.dumps(config)), tensors, 2, "qwen2")
+    found = arch_conversion.plan(json.loads(json.dumps(config)), tensors, 2, "qwen2")
     assert found is not None and "equal up to 64 tokens" in found.notes[0]

@@ -21,15 +21,15 @@ from conftest import word_tokenizer
 from reexpressed_picos import FALCON, GPT2, GPTJ, IDS, NEOX, OPT, H
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from mha2gqa.checkpoint import open_checkpoint
-from mha2gqa.conversion import convert, convert_model
+from mha2gqa.arch_conversion import Reexpressed, as_architecture, carry_tokenizer, written
+from mha2gqa.checkpoints.reader import open_checkpoint
+from mha2gqa.commands.estimate import plan
+from mha2gqa.conversion.checkpoint import convert, convert_model
 from mha2gqa.errors import CheckpointError, UnsupportedModelError, UsageError
 from mha2gqa.evaluation import evaluate
-from mha2gqa.pipeline.plan import plan
 from mha2gqa.reconstruct import ReconstructConfig
-from mha2gqa.reexpress import Reexpressed, as_architecture, carry_tokenizer, written
 from mha2gqa.uptraining import uptrain
-from mha2gqa.verification import failed, verify
+from mha2gqa.verification.checks import failed, verify
 
 IDS_IN = torch.randint(3, 60, (2, 11), generator=torch.Generator().manual_seed(3))
 TEXT = "\n".join(json.dumps({"text": " ".join(f"w{(i * j) % 57}" for j in range(1, 80))}) for i in range(40))
@@ -229,7 +229,7 @@ def test_one_kv_head_needs_no_code_of_ours(tmp_path: Path, name: str, config: di
 
 
 def logits_of_ours(path: Path) -> torch.Tensor:
-    from mha2gqa.loading import load_model
+    from mha2gqa.checkpoints.loading import load_model
 
     with torch.no_grad():
         return load_model(path, dtype="float32", device="cpu")(IDS_IN).logits

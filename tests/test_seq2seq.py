@@ -13,11 +13,11 @@ from conftest import word_tokenizer
 from families import PICOS, inputs, logits, stock_model
 from torch.nn import functional as F
 
-from mha2gqa.conversion import convert, convert_model
+from mha2gqa.checkpoints.loading import load_model, load_tokenizer
+from mha2gqa.conversion.checkpoint import convert, convert_model
 from mha2gqa.data import span_corruption, token_blocks
 from mha2gqa.errors import DataError, UsageError
 from mha2gqa.evaluation import LoadedModel, evaluate
-from mha2gqa.loading import load_model, load_tokenizer
 from mha2gqa.uptraining import UptrainConfig, train_model, uptrain
 from mha2gqa.uptraining.batches import BlockOrder
 from mha2gqa.uptraining.budget import learning_rate_factor

@@ -208,7 +208,7 @@ def test_an_interrupted_cache_goes_on(models, cached, tmp_path, monkeypatch):
 
 
 def test_disk_too_small(models, tmp_path, monkeypatch):
-    from mha2gqa import writer
+    from mha2gqa.checkpoints import writer
 
     usage = type("Usage", (), {"free": 1000})
     monkeypatch.setattr(writer.shutil, "disk_usage", lambda path: usage)

@@ -47,7 +47,7 @@ def test_keys_and_values_move_in_full_and_queries_by_low_rank(models, trained):
 def test_adapter_is_kept_and_gives_the_merged_model(models, trained):
     from peft import PeftModel
 
-    from mha2gqa.loading import load_model
+    from mha2gqa.checkpoints.loading import load_model
 
     result, out = trained
     config = json.loads((out / "adapter" / "adapter_config.json").read_text())
@@ -159,7 +159,7 @@ def quantised(wide, tmp_path_factory: pytest.TempPathFactory):
 def test_qlora_is_merged_onto_the_full_precision_weights(wide, quantised, tmp_path):
     from peft import PeftModel
 
-    from mha2gqa.loading import load_model
+    from mha2gqa.checkpoints.loading import load_model
 
     result, out = quantised
     plain = uptrain(wide[1], tmp_path / "lora", wide[2], **LORA)
@@ -183,7 +183,7 @@ def test_qlora_is_merged_onto_the_full_precision_weights(wide, quantised, tmp_pa
 
 def test_qlora_keeps_what_is_pooled_and_the_head():
     bitsandbytes = pytest.importorskip("bitsandbytes")
-    from mha2gqa.uptraining.quantised import add_quantised_adapter
+    from mha2gqa.uptraining.qlora import add_quantised_adapter
 
     model, config = pico_llama(num_key_value_heads=2, **WIDE), UptrainConfig("m", "o", ("d",), train="qlora")
     before = {name: p.detach().clone() for name, p in model.named_parameters()}

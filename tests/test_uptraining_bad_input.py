@@ -16,10 +16,10 @@ import torch
 from conftest import pico_llama, word_tokenizer
 from training import family, write_text
 
-from mha2gqa import cli
-from mha2gqa.clitools import run_command
+from mha2gqa.cli import commands
+from mha2gqa.cli.tools import run_command
 from mha2gqa.errors import UsageError
-from mha2gqa.uptraining.workspace import Workspace
+from mha2gqa.uptraining.run_dir import Workspace
 
 WORDS = ["--window=16", "--batch-tokens=64", "--device=cpu", "--holdout=0.1"]
 Call = Callable[..., str]
@@ -40,7 +40,7 @@ def error(models, tmp_path, capsys, monkeypatch) -> Call:
         capsys.readouterr()
         logging.getLogger("mha2gqa").handlers.clear()  # it holds the stderr of another test
         with pytest.raises(SystemExit) as caught:
-            run_command(cli.cli, [*args, "-q"])
+            run_command(commands.cli, [*args, "-q"])
         out, err = capsys.readouterr()
         assert caught.value.code == code, err
         assert err.startswith("error: ") and err.count("\n") == 1 and "Traceback" not in err and not out
@@ -100,7 +100,7 @@ def test_budget(error, words, message, tmp_path):
 )
 def test_words_that_cannot_be_meant(models, tmp_path, word, message):
     """Refused by name, where they were taken for the default, did nothing, or failed later with a traceback."""
-    from mha2gqa.clitools import training_words
+    from mha2gqa.cli.tools import training_words
     from mha2gqa.uptraining import uptrain
 
     words = {"tokens": 256, "window": 16, "batch_tokens": 64, "device": "cpu"} | training_words([word])
@@ -285,7 +285,7 @@ def test_a_stream_that_ends_early_is_repeated_and_said(models, tmp_path, capsys)
     args = ["uptrain", str(models[1]), str(tmp_path / "up"), f"--data={text}", *WORDS[:3], *words]
     logging.getLogger("mha2gqa").handlers.clear()
     with pytest.raises(SystemExit) as caught:
-        run_command(cli.cli, args)
+        run_command(commands.cli, args)
     out, err = capsys.readouterr()
     assert not caught.value.code, err
     assert any("the data ended early" in notice for notice in json.loads(out)["notices"])

@@ -17,7 +17,7 @@ from mha2gqa.uptraining.budget import (
     plan_budget,
     warmup_count,
 )
-from mha2gqa.uptraining.pretraining import PRETRAINING, known_pretraining
+from mha2gqa.uptraining.pretraining_tokens import PRETRAINING, known_pretraining
 
 
 def config(**options) -> UptrainConfig:

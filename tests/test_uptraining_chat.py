@@ -11,11 +11,11 @@ import pytest
 from conftest import word_tokenizer
 from training import TINY, family
 
+from mha2gqa.checkpoints.loading import load_tokenizer
 from mha2gqa.data import Document
+from mha2gqa.data.chat import encode_chats, hide, unhide
 from mha2gqa.errors import DataError, UsageError
-from mha2gqa.loading import load_tokenizer
 from mha2gqa.uptraining import uptrain
-from mha2gqa.uptraining.chat import encode_chats, hide, unhide
 
 PLAIN = (
     "{% for m in messages %}{{ 'w0 ' if m.role == 'user' else 'w1 ' }}{{ m.content }}{{ ' <eos> ' }}{% endfor %}"

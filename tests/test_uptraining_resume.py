@@ -21,7 +21,7 @@ from mha2gqa.errors import CheckpointError, UsageError
 from mha2gqa.uptraining import trainer as trainer_module
 from mha2gqa.uptraining import uptrain
 from mha2gqa.uptraining.guard import Interrupted, SpikeGuard
-from mha2gqa.uptraining.workspace import Workspace, file_stamp
+from mha2gqa.uptraining.run_dir import Workspace, file_stamp
 
 STEPS = 10
 RUN = {"tokens": 64 * STEPS, "save_steps": 3, "learning_rate": 3e-3, "eval_steps": 4, **TINY}

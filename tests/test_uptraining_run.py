@@ -47,7 +47,7 @@ def test_uptrained_checkpoint_is_plain_and_better(models, tmp_path):
 
 def test_published_weights_are_the_trained_ones(models, tmp_path):
     """The loss of the published folder is the run's last held-out loss."""
-    from mha2gqa.loading import load_model
+    from mha2gqa.checkpoints.loading import load_model
     from mha2gqa.uptraining import corpus
 
     _, student, text = models

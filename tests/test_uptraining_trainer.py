@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from conftest import pico_llama
 
+from mha2gqa.data.chat import hide
 from mha2gqa.errors import TrainingError, UsageError
 from mha2gqa.uptraining import train_model
 from mha2gqa.uptraining.batches import (
@@ -21,7 +22,6 @@ from mha2gqa.uptraining.batches import (
     share_out,
 )
 from mha2gqa.uptraining.budget import learning_rate_factor
-from mha2gqa.uptraining.chat import hide
 from mha2gqa.uptraining.guard import SpikeGuard
 from mha2gqa.uptraining.stream import unpacked
 from mha2gqa.uptraining.trainer import UptrainTrainer

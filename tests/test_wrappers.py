@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from training import TINY, write_text
 
 import mha2gqa
+from mha2gqa.checkpoints.loading import load_model, loading_class
+from mha2gqa.commands.estimate import plan
 from mha2gqa.errors import UnsupportedModelError
-from mha2gqa.loading import load_model, loading_class
-from mha2gqa.pipeline.plan import plan
 from mha2gqa.reconstruct import ReconstructConfig
 
 STEPS = {
@@ -154,7 +154,7 @@ def test_a_module_that_layers_share_is_refused_for_calibration(models, tmp_path)
 
 def test_the_model_is_put_back_after_calibration(models):
     """Attention implementations of all parts, also of parts that have no other than eager."""
-    from mha2gqa.calibration.observing import observing
+    from mha2gqa.calibration.hooks import observing
 
     model = load_model(models[1], device="cpu")
     model.model.vision_tower.config._attn_implementation = "eager"

@@ -29,7 +29,7 @@ def family(folder: Path, groups: int = 2, **changes: Any) -> tuple[Path, Path, P
     Returns:
         The folders of original and conversion, and the text file.
     """
-    from mha2gqa.conversion import convert
+    from mha2gqa.conversion.checkpoint import convert
 
     original = folder / "mha"
     pico_llama(**changes).save_pretrained(original)

@@ -1,8 +1,8 @@
 """The table of architectures: how each stores its attention, and what may be done to it."""
 
 from .listing import list_architectures
+from .locate import config_changes, find_sites, geometry, kv_heads_before, plan_groups
 from .registry import find_spec
-from .sites import config_changes, find_sites, geometry, kv_heads_before, plan_groups
 from .spec import (
     AttentionSite,
     AttentionSpec,

@@ -6,9 +6,9 @@ x̃_h = Σ_t a_h,t x̂_t, summed over heads without forming it per head (Σ_h (P
 and E[q qᵀ] of the queries as attention uses them.
 """
 
-from .collecting import Batch, Progress, attention_modules, batches, collect, data_digest, run
-from .observing import IMPLEMENTATION, observing
-from .statistics import SiteStatistics, Statistics, fingerprint, load_statistics, site_key, writable
+from .collect import Batch, Progress, attention_modules, batches, collect, data_digest, run
+from .hooks import IMPLEMENTATION, observing
+from .second_moments import SiteStatistics, Statistics, fingerprint, load_statistics, site_key, writable
 
 __all__ = [
     "IMPLEMENTATION",

@@ -3,10 +3,7 @@
 Everything streams: memory does not grow with the corpus (`token_blocks` holds the ids it returns).
 """
 
-from .reading import Document, read_documents, read_records
-from .spans import SpanCorruption, block_tokens, span_corruption
-from .streams import held_out, prefetch, split_documents
-from .tokens import (
+from .blocks import (
     batches_of,
     bos_id,
     count_tokens,
@@ -17,6 +14,9 @@ from .tokens import (
     token_blocks,
     within,
 )
+from .reading import Document, read_documents, read_records
+from .spans import SpanCorruption, block_tokens, span_corruption
+from .streams import held_out, prefetch, split_documents
 
 __all__ = [
     "Document",

@@ -1,8 +1,10 @@
 """Evaluation: token-exact loss, perplexity and bits per byte of several models on the same text."""
 
+from .bootstrap import Interval, PairedTest, bootstrap, paired_test
 from .comparison import evaluate
 from .gates import check_gates, check_limits, measure_gates, perplexity_ratio, require
-from .results import (
+from .protocols import PROTOCOLS, Settings, Window
+from .result import (
     Agreement,
     EvaluateConfig,
     EvaluateResult,
@@ -12,8 +14,6 @@ from .results import (
     WorstDocument,
 )
 from .scoring import block_loss
-from .statistics import Interval, PairedTest, bootstrap, paired_test
-from .windows import PROTOCOLS, Settings, Window
 
 __all__ = [
     "PROTOCOLS",

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ..architectures.locate import find_sites
 from ..architectures.registry import find_spec
-from ..architectures.sites import find_sites
 from ..errors import CheckpointError, UnsupportedModelError
-from .batches import Batch
+from .batching import Batch
 from .scoring import Head
 
 if TYPE_CHECKING:

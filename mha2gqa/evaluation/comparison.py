@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..checkpoints.loading import load_model
 from ..data import prefetch
 from ..errors import DataError, UsageError
-from ..loading import load_model
 from .agreement import attention_error
-from .batches import Batch, make_batches
-from .results import EvaluateConfig, EvaluateResult, LoadedModel, Progress, Subject
+from .batching import Batch, make_batches
+from .lm_eval import run_tasks
+from .metrics import Sources
+from .protocols import PROTOCOLS, Settings, Window
+from .result import EvaluateConfig, EvaluateResult, LoadedModel, Progress, Subject
 from .scoring import Head, TokenScores, score_batches
 from .setup import Entry, Setup, prepare
 from .summary import summarise
-from .tally import Sources
-from .tasks import run_tasks
-from .windows import PROTOCOLS, Settings, Window
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

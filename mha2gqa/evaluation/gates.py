@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import GateError, UsageError
-from .results import EvaluateConfig, EvaluateResult, Subject
+from .result import EvaluateConfig, EvaluateResult, Subject
 
 
 def check_limits(

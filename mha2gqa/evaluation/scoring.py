@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..errors import CheckpointError
-from .batches import Batch, make_batches
-from .windows import Window
+from .batching import Batch, make_batches
+from .protocols import Window
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -11,15 +11,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..checkpoints.loading import (
+    load_config_json,
+    load_tokenizer,
+    resolve_device,
+    resolve_dtype,
+    stored_dtype,
+)
 from ..data import Document, block_tokens, read_records
 from ..data.spans import ENCODER_TOKENS
 from ..errors import DataError, UsageError
 from ..kv_cache import known_config
-from ..loading import load_config_json, load_tokenizer, resolve_device, resolve_dtype, stored_dtype
-from .results import EvaluateConfig, LoadedModel, Subject, name_of
-from .tally import Tally
-from .tasks import TaskScores, check_tasks
-from .windows import PROTOCOLS, SEQ2SEQ, SPAN_CORRUPTION, choose_bos
+from .lm_eval import TaskScores, check_tasks
+from .metrics import Tally
+from .protocols import PROTOCOLS, SEQ2SEQ, SPAN_CORRUPTION, choose_bos
+from .result import EvaluateConfig, LoadedModel, Subject, name_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

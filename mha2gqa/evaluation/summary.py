@@ -10,17 +10,11 @@ import numpy as np
 
 from ..errors import CheckpointError
 from ..kv_cache import kv_bytes_per_token
-from .results import (
-    Agreement,
-    EvaluateResult,
-    ModelResult,
-    WorstDocument,
-    exp,
-)
+from .bootstrap import Interval, PairedTest, bootstrap, paired_test
+from .metrics import Sources
+from .protocols import SPAN_CORRUPTION, describe_bos
+from .result import Agreement, EvaluateResult, ModelResult, WorstDocument, exp
 from .setup import Entry, Setup
-from .statistics import Interval, PairedTest, bootstrap, paired_test
-from .tally import Sources
-from .windows import SPAN_CORRUPTION, describe_bos
 
 WORST_TOKENS = 16  # documents shorter than this are not called worst
 

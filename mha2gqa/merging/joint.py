@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..heads import AttentionWeights, Grouping, plane_index, query_order
 from .base import MergeContext, Merged
-from .moments import augmented, key_moment
+from .covariance import augmented, key_moment
 from .sharing import Freedom, Sharing, merge, sharing
 
 

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from ..heads import AttentionWeights, Grouping, plane_index
 from .base import MergeContext
+from .covariance import augmented, centred, key_moment, query_moment, value_moment
 from .mean import pooled
-from .moments import augmented, centred, key_moment, query_moment, value_moment
-from .planes import PlaneProblem, UnitPlaneProblem
-from .problems import LinearProblem, MeanProblem, OrthogonalProblem, Problem, costs_only
+from .rotary import PlaneProblem, UnitPlaneProblem
+from .subspace import LinearProblem, MeanProblem, OrthogonalProblem, Problem, costs_only
 
 Freedom = Literal["full", "rigid"]  # rigid: rotations only, unweighted (the Procrustes baseline)
 

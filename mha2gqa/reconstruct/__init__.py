@@ -4,8 +4,8 @@ Both models are walked side by side, block by block, on the same calibration tex
 stream each, never all layers' activations, and nothing is ever back-propagated through the network.
 """
 
-from .config import ReconstructConfig
+from ..config.reconstruct import ReconstructConfig
 from .distill import Distilled, distill
-from .stages import LayerFit, reconstruct
+from .driver import LayerFit, reconstruct
 
 __all__ = ["Distilled", "LayerFit", "ReconstructConfig", "distill", "reconstruct"]

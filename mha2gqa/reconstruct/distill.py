@@ -12,11 +12,11 @@ from torch.nn.functional import kl_div
 
 from ..architectures import AttentionSpec, find_sites
 from ..calibration import Batch, Progress, site_key
-from .capture import slice_rows
-from .config import ReconstructConfig
-from .modes import autocast, float32, frozen, repeatable, trained_parameters
+from ..config.reconstruct import ReconstructConfig
+from .driver import split_batches
+from .hidden_states import slice_rows
 from .regress import descend, row_order
-from .stages import split_batches
+from .train_state import autocast, float32, frozen, repeatable, trained_parameters
 
 LOGITS = {"cpu": 2**26, "default": 2**29}  # float32 logits of one model that exist at a time
 

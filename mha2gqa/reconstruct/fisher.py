@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ..calibration import Batch
-from .capture import first_tensor
-from .modes import autocast
+from .hidden_states import first_tensor
+from .train_state import autocast
 
 FLOOR = 0.2  # share of the metric that counts every direction alike
 TOKENS = 65_536  # more do not change a moment of some thousand dims

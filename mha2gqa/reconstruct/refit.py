@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from .capture import Stream, first_tensor
+from .hidden_states import Stream, first_tensor
 
 STRONGER = (10.0, 100.0, 1000.0)  # pulls tried where the configured one does harm, as multiples of it
 

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from .capture import Calls
-from .config import ReconstructConfig
-from .modes import autocast
+from ..config.reconstruct import ReconstructConfig
+from .hidden_states import Calls
+from .train_state import autocast
 
 
 def rate(step: int, config: ReconstructConfig) -> float:

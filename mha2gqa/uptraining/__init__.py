@@ -9,7 +9,7 @@ from .budget import Budget, UptrainConfig, plan_budget
 
 if TYPE_CHECKING:
     from .inmemory import train_model
-    from .outcome import UptrainResult
+    from .result import UptrainResult
     from .run import run_uptrain, uptrain
 
 __all__ = ["Budget", "UptrainConfig", "UptrainResult", "plan_budget", "run_uptrain", "train_model", "uptrain"]

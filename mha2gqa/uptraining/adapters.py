@@ -13,7 +13,7 @@ import torch
 from ..architectures import AttentionSite, find_sites, find_spec
 from ..errors import TrainingError, UnsupportedModelError, UsageError
 from .budget import UptrainConfig
-from .workspace import whole_or_gone
+from .run_dir import whole_or_gone
 
 logger = logging.getLogger(__name__)
 

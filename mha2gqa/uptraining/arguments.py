@@ -16,8 +16,8 @@ from transformers import Trainer, TrainingArguments
 from transformers.integrations.integration_utils import get_reporting_integration_callbacks
 from transformers.training_args import OptimizerNames
 
+from ..config.coerce import coerce
 from ..errors import UsageError
-from ..recipe.values import coerce
 from .budget import Budget, UptrainConfig, default_learning_rate
 from .liger import OWN_LOSS, require_liger
 from .words import OWNED, check_together, check_word

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from ..errors import DataError
 from .losses import IGNORED
-from .workspace import whole_or_gone
+from .run_dir import whole_or_gone
 
 Blocks = np.ndarray | Tensor  # integer ids [N, T + 1]
 Batch = dict[str, Tensor]

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from ..errors import UsageError
 from .limits import check_options
-from .pretraining import known_pretraining
+from .pretraining_tokens import known_pretraining
 
 Train = Literal["all", "attention", "lora", "qlora"]
 SCHEDULES = ("linear", "cosine", "wsd", "inverse_sqrt", "constant")

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 
 from ..data import Document, cut_blocks, encode_documents, held_out, read_records, within
+from ..data.chat import encode_chats
 from ..errors import DataError, UsageError
 from .batches import BlockOrder, Blocks, BlockStream, Collate, Collator, Mixture, save_blocks, share_out
 from .budget import Budget, UptrainConfig
-from .chat import encode_chats
+from .run_dir import write_json
 from .sources import check_sources
-from .workspace import write_json
 
 SHUFFLED_BYTES = 4 << 30  # text held in memory to be shuffled; beyond it only the beginning is used
 

@@ -8,18 +8,18 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from ..checkpoints.loading import resolve_device
 from ..errors import UsageError
-from ..loading import resolve_device
 from .arguments import build_arguments
 from .batches import BlockOrder, Blocks, Collate, Collator
 from .budget import plan_budget
 from .corpus import Corpus
 from .distillation import Teacher, check_teacher
-from .outcome import UptrainResult, summarise
+from .result import UptrainResult, summarise
 from .run import make_config
+from .run_dir import Workspace
 from .session import train
 from .teaching import check_taught
-from .workspace import Workspace
 
 
 def train_model(

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from ..checkpoint import MANIFEST, Checkpoint, open_checkpoint, read_json
+from ..checkpoints.loading import load_config_json, load_model, load_tokenizer, stored_dtype, text_config
+from ..checkpoints.reader import MANIFEST, Checkpoint, open_checkpoint, read_json
+from ..checkpoints.writer import check_output
 from ..errors import UsageError
-from ..loading import load_config_json, load_model, load_tokenizer, stored_dtype, text_config
-from ..writer import check_output
 from .adapters import add_adapter, merge_adapter, train_attention_only, train_text_only
 from .arguments import build_arguments, check_training_args
 from .budget import Budget, UptrainConfig, plan_budget
@@ -23,13 +23,13 @@ from .corpus import load_corpus
 from .distillation import check_tokenizers
 from .isolation import require_isolation
 from .objectives import choose_objective, choose_window, make_collator
-from .outcome import UptrainResult, summarise
-from .publishing import manifest_with, publish_trained
-from .quantised import add_quantised_adapter, merge_quantised, require_bitsandbytes
+from .publish import manifest_with, publish_trained
+from .qlora import add_quantised_adapter, merge_quantised, require_bitsandbytes
+from .result import UptrainResult, summarise
+from .run_dir import TEACHER, Workspace, changed_keys, checkpoint_stamp, recipe_keys
 from .session import Trained, train
 from .sharding import lost_processes, whole_models
 from .teaching import cache_teacher, check_taught, find_teacher, load_teacher
-from .workspace import TEACHER, Workspace, changed_keys, checkpoint_stamp, recipe_keys
 
 logger = logging.getLogger(__name__)
 

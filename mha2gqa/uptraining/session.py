@@ -22,10 +22,10 @@ from .dropout import set_dropout
 from .guard import Interrupted, stop_signals
 from .liger import liger_withdrawn
 from .losses import Objective
+from .run_dir import Workspace
 from .sharding import frozen_weights, gather_master_weights
 from .stream import narrow_stream, unpacked
 from .trainer import Run, UptrainTrainer, training_flops
-from .workspace import Workspace
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from ..data.reading import local_files
 from ..errors import UsageError
 from .budget import UptrainConfig
-from .workspace import Workspace, file_stamp, write_json
+from .run_dir import Workspace, file_stamp, write_json
 
 logger = logging.getLogger(__name__)
 

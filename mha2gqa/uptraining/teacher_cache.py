@@ -16,12 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..checkpoints.writer import check_space
 from ..errors import CheckpointError, UsageError
-from ..writer import check_space
 from .batches import Batch, Blocks
 from .distillation import Teacher
 from .losses import chunk_slices, teacher_chunks
-from .workspace import LOCK, changed_keys, write_json
+from .run_dir import LOCK, changed_keys, write_json
 
 logger = logging.getLogger(__name__)
 

@@ -8,19 +8,19 @@ from typing import Any
 
 import torch
 
-from ..checkpoint import open_checkpoint
+from ..checkpoints.loading import load_config_json, load_model, text_config
+from ..checkpoints.reader import open_checkpoint
 from ..errors import UsageError
-from ..loading import load_config_json, load_model, text_config
 from .batches import BlockStream
 from .budget import Budget, UptrainConfig
 from .corpus import Corpus
 from .distillation import Teacher, check_teacher, output_width
 from .guard import forward_flops
 from .objectives import SpanCollator
+from .run_dir import checkpoint_stamp
 from .session import memory_advice
 from .sharding import whole_models
 from .teacher_cache import Identity, TeacherCache
-from .workspace import checkpoint_stamp
 
 logger = logging.getLogger(__name__)
 

@@ -15,15 +15,15 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, SequentialSampler
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainingArguments
 
+from ..checkpoints.loading import quiet
 from ..errors import UsageError
-from ..loading import quiet
 from .batches import BlockOrder, Blocks, BlockStream, Collate, Position, as_is
 from .budget import Budget, UptrainConfig, learning_rate_factor, warmup_count
 from .distillation import Teacher
 from .guard import Meter, Reading, SpikeGuard, flops_per_token, forward_flops, peak_flops
 from .losses import IGNORED, Truncated
+from .run_dir import Workspace, seal, whole_or_gone, write_json
 from .sharding import check_zero_shards, is_fsdp2, is_zero3, reduce_in_float32, shard_teacher
-from .workspace import Workspace, seal, whole_or_gone, write_json
 
 logger = logging.getLogger(__name__)
 

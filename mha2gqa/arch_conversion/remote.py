@@ -1,0 +1,167 @@
+"""Checkpoints whose code comes along, written as the stock class that computes the same.
+
+Their own code cannot hold fewer KV heads (or is not at hand), so these routes are taken only where asked for
+by name. Layouts are those of the published modelling files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..architectures.spec import Geometry
+from ..errors import UnsupportedModelError
+from ..heads import split_fused
+from .tensor_map import RecipeBook, Reexpression, carried, number, rope
+
+_NORMS = ("input_layernorm", "post_attention_layernorm")
+
+
+def _llama_config(config: Mapping[str, Any], **own: Any) -> dict[str, Any]:
+    heads = number(config, "num_attention_heads")
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        **carried(
+            config, "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+            "max_position_embeddings", "rms_norm_eps",
+        ),
+        "num_key_value_heads": config.get("num_key_value_heads") or heads,
+        "hidden_act": config.get("hidden_act", "silu"),
+        "tie_word_embeddings": bool(config.get("tie_word_embeddings", False)),
+        **rope(config, 10_000),
+        **own,
+    }  # fmt: skip
+
+
+def baichuan(config: Mapping[str, Any], names: Iterable[str]) -> Reexpression:
+    """Baichuan-7B and Baichuan2-7B as Llama: W_pack holds `[q; k; v]`.
+
+    Baichuan2 normalises the rows of its output embedding in every forward pass: the rows are stored
+    normalised. Which of the two it is must be plain from both its class name and its vocabulary.
+    """
+    if "max_position_embeddings" not in config:
+        raise UnsupportedModelError(
+            "the 13B models use ALiBi, which Llama has not", where="model_type 'baichuan'"
+        )
+    version = {"BaiChuanForCausalLM": 1, "BaichuanForCausalLM": 2}.get(
+        (config.get("architectures") or [""])[0]
+    )
+    if version is None or (version == 2) != (config.get("vocab_size") == 125_696):
+        raise UnsupportedModelError(
+            "cannot tell Baichuan from Baichuan2: class name and vocabulary size disagree",
+            where="config.json",
+        )
+    book = RecipeBook(names, "model.", "embed_tokens.weight")
+    book.copy({f"model.{x}.weight": f"{x}.weight" for x in ("embed_tokens", "norm")})
+    for layer in range(number(config, "num_hidden_layers")):
+        source, target = f"layers.{layer}", f"model.layers.{layer}"
+        for part, name in enumerate("qkv"):
+            book.add(
+                f"{target}.self_attn.{name}_proj.weight",
+                lambda w, part=part: w.chunk(3)[part].contiguous(),
+                f"{source}.self_attn.W_pack.weight",
+            )
+        same = ("self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", *_NORMS)
+        book.copy({f"{target}.{x}.weight": f"{source}.{x}.weight" for x in same})
+    if version == 2:
+        book.head("lm_head.weight", "lm_head.weight", False)
+        recipe = book.recipes["lm_head.weight"]
+        book.recipes["lm_head.weight"] = type(recipe)(recipe.sources, _unit_rows)
+    else:
+        book.head("lm_head.weight", "lm_head.weight", bool(config.get("tie_word_embeddings", False)))
+    return Reexpression("baichuan", "llama", _llama_config(config), book.finish())
+
+
+def _unit_rows(x: Tensor) -> Tensor:
+    return torch.nn.functional.normalize(x.float()).to(x.dtype)
+
+
+def internlm(config: Mapping[str, Any], names: Iterable[str]) -> Reexpression:
+    """InternLM (the first) as Llama: the same names; `bias` becomes `attention_bias`."""
+    new = _llama_config(config, attention_bias=bool(config.get("bias", True)), mlp_bias=False)
+    book = RecipeBook(names, "", "")
+    book.copy({name: name for name in names if not name.endswith("rotary_emb.inv_freq")})
+    return Reexpression("internlm", "llama", new, book.finish())
+
+
+def internlm2(config: Mapping[str, Any], names: Iterable[str]) -> Reexpression:
+    """InternLM2 as Llama: wqkv holds, per KV head, its queries, then k, then v."""
+    heads = number(config, "num_attention_heads")
+    kv_heads = config.get("num_key_value_heads") or heads
+    head_dim = number(config, "hidden_size") // heads
+    geometry = Geometry(heads, kv_heads, head_dim, head_dim)
+    book = RecipeBook(names, "model.", "tok_embeddings.weight")
+    book.copy({"model.embed_tokens.weight": "tok_embeddings.weight", "model.norm.weight": "norm.weight"})
+    bias = bool(config.get("bias", False))
+    for layer in range(number(config, "num_hidden_layers")):
+        source, target = f"layers.{layer}", f"model.layers.{layer}"
+        for leaf in ("weight", "bias") if bias else ("weight",):
+            for part, name in enumerate("qkv"):
+                book.add(
+                    f"{target}.self_attn.{name}_proj.{leaf}",
+                    lambda w, part=part: split_fused("per_group", w, geometry)[part],
+                    f"{source}.attention.wqkv.{leaf}",
+                )
+            book.copy({f"{target}.self_attn.o_proj.{leaf}": f"{source}.attention.wo.{leaf}"})
+        book.copy(
+            {
+                f"{target}.mlp.gate_proj.weight": f"{source}.feed_forward.w1.weight",
+                f"{target}.mlp.up_proj.weight": f"{source}.feed_forward.w3.weight",
+                f"{target}.mlp.down_proj.weight": f"{source}.feed_forward.w2.weight",
+                f"{target}.input_layernorm.weight": f"{source}.attention_norm.weight",
+                f"{target}.post_attention_layernorm.weight": f"{source}.ffn_norm.weight",
+            }
+        )
+    book.head("lm_head.weight", "output.weight", bool(config.get("tie_word_embeddings", False)))
+    new = _llama_config(config, attention_bias=bias)
+    return Reexpression("internlm2", "llama", new, book.finish())
+
+
+def qwen(config: Mapping[str, Any], names: Iterable[str]) -> Reexpression:
+    """Qwen (the first) as Qwen2: c_attn holds `[q; k; v]`; w2 is the gate and w1 what it gates."""
+    heads = number(config, "num_attention_heads")
+    book = RecipeBook(names, "transformer.", "wte.weight")
+    book.copy({"model.embed_tokens.weight": "wte.weight", "model.norm.weight": "ln_f.weight"})
+    for layer in range(number(config, "num_hidden_layers")):
+        source, target = f"h.{layer}", f"model.layers.{layer}"
+        for leaf in ("weight", "bias"):
+            for part, name in enumerate("qkv"):
+                book.add(
+                    f"{target}.self_attn.{name}_proj.{leaf}",
+                    lambda w, part=part: w.chunk(3)[part].contiguous(),
+                    f"{source}.attn.c_attn.{leaf}",
+                )
+        book.copy(
+            {
+                f"{target}.self_attn.o_proj.weight": f"{source}.attn.c_proj.weight",
+                f"{target}.mlp.gate_proj.weight": f"{source}.mlp.w2.weight",
+                f"{target}.mlp.up_proj.weight": f"{source}.mlp.w1.weight",
+                f"{target}.mlp.down_proj.weight": f"{source}.mlp.c_proj.weight",
+                f"{target}.input_layernorm.weight": f"{source}.ln_1.weight",
+                f"{target}.post_attention_layernorm.weight": f"{source}.ln_2.weight",
+            }
+        )
+    book.head("lm_head.weight", "lm_head.weight", bool(config.get("tie_word_embeddings", False)))
+    trained = config.get("seq_length", 2048)
+    new = {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        **carried(config, "hidden_size", "num_hidden_layers", "num_attention_heads"),
+        "num_key_value_heads": heads,
+        "intermediate_size": number(config, "intermediate_size") // 2,
+        "hidden_act": "silu",
+        "max_position_embeddings": trained,
+        "rms_norm_eps": config.get("layer_norm_epsilon", 1e-6),
+        "tie_word_embeddings": bool(config.get("tie_word_embeddings", False)),
+        **rope(config, config.get("rotary_emb_base", 10_000)),
+    }
+    long = [key for key in ("use_dynamic_ntk", "use_logn_attn") if config.get(key)]
+    notes = (f"{', '.join(long)} do not carry over: equal up to {trained} tokens",) if long else ()
+    return Reexpression("qwen", "qwen2", new, book.finish(), notes)
+
+
+__all__ = ["baichuan", "internlm", "internlm2", "qwen"]

@@ -1,0 +1,157 @@
+"""One pass over the text."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..architectures import AttentionSite, AttentionSpec, find_sites
+from ..errors import CheckpointError, DataError, UnsupportedModelError
+from .hooks import observing
+from .second_moments import SiteStatistics, Statistics, fingerprint, site_key
+
+SCORE_BYTES = {"cpu": 1 << 29, "cuda": 1 << 32}  # attention scores of one batch take about this much
+Batch = Mapping[str, Tensor]
+Progress = Callable[[int, int], None]
+
+
+def batches(inputs: Batch | Tensor, size: int) -> Iterator[dict[str, Tensor]]:
+    """Consecutive batches of `size` rows; a tensor of ids stands for `input_ids`."""
+    rows = {"input_ids": inputs} if isinstance(inputs, Tensor) else dict(inputs)
+    count = len(next(iter(rows.values())))
+    for start in range(0, count, size):
+        yield {name: x[start : start + size] for name, x in rows.items()}
+
+
+def run(model: Any, batch: Batch) -> None:
+    """One forward pass for the sake of its hooks: no cache, logits of the last position only."""
+    device = next(model.parameters()).device
+    extra: dict[str, Any] = {"use_cache": False}
+    if "logits_to_keep" in inspect.signature(model.forward).parameters:
+        extra["logits_to_keep"] = 1
+    model(**{name: x.to(device) for name, x in batch.items()}, **extra)
+
+
+def _batch_size(model: Any, width: int) -> int:
+    text = model.config.get_text_config()
+    budget = SCORE_BYTES.get(next(model.parameters()).device.type, SCORE_BYTES["cpu"])
+    return max(1, budget // (4 * 4 * text.num_attention_heads * width * width))
+
+
+def attention_modules(model: Any, sites: Sequence[AttentionSite]) -> dict[str, torch.nn.Module]:
+    """Path -> module of every site.
+
+    Raises:
+        UnsupportedModelError: Layers run one module together (Zamba): calibration takes each for one of its own.
+    """
+    modules = {site.path: model.get_submodule(site.path) for site in sites}
+    first: dict[int, str] = {}
+    for path, module in modules.items():
+        if (known := first.setdefault(id(next(module.parameters())), path)) != path:
+            raise UnsupportedModelError(
+                f"is the same module as {known}, and calibration takes each for one of its own",
+                where=path,
+                fix="convert with --method mean and without --calibration",
+            )
+    return modules
+
+
+@torch.no_grad()
+def collect(
+    model: Any,
+    spec: AttentionSpec,
+    inputs: Batch | Tensor,
+    *,
+    batch_size: int | None = None,
+    progress: Progress | None = None,
+) -> Statistics:
+    """Measure the moments of every attention module in one pass over token blocks.
+
+    Args:
+        model: A transformers model in eval mode.
+        spec: Its architecture.
+        inputs: `[N, T]` token ids, or keyword tensors of the model's forward with N rows each.
+        batch_size: Rows per pass; by default as many as keep attention scores within a fixed budget.
+        progress: Called with `(rows done, rows)`.
+
+    Returns:
+        The statistics; `about["notes"]` tells what could not be observed.
+
+    Raises:
+        DataError: No block was given.
+        CheckpointError: Activations are not finite (the module is named).
+
+    Example:
+        >>> statistics = collect(model, find_spec(config), blocks[:, :-1])  # doctest: +SKIP
+        >>> statistics.save("model.statistics")  # doctest: +SKIP
+    """
+    rows = inputs if isinstance(inputs, Tensor) else next(iter(inputs.values()))
+    if not len(rows):
+        raise DataError(
+            "no text to calibrate on", where="--calibration", fix="give at least one block of text"
+        )
+    sites = find_sites(spec, model.state_dict().keys())
+    modules = attention_modules(model, sites)
+    size = batch_size or _batch_size(model, rows.shape[1])
+    with observing(model, modules) as found:
+        for done, batch in enumerate(batches(inputs, size), 1):
+            run(model, batch)
+            _check_finite(found.values())
+            if progress:
+                progress(min(done * size, len(rows)), len(rows))
+    out = {site_key(site): found[site.path].finish() for site in sites}
+    parameters = model.state_dict()
+    about = {
+        "tokens": rows.numel(),
+        "window": rows.shape[1],
+        "data_sha256": data_digest(inputs),
+        "model": fingerprint(sites, parameters.__getitem__),
+        "notes": _notes(out, model),
+    }
+    return Statistics(out, about)
+
+
+def _check_finite(accumulators: Any) -> None:
+    """Name the first module whose sums are no longer finite."""
+    sums = []
+    for a in accumulators:
+        moments = [x for x in (a.inputs, a.queries, a.mixed) if x is not None]
+        sums += [(a.path, x.diagonal(dim1=-2, dim2=-1).sum()) for x in moments]
+    if sums and not bool(torch.stack([x for _, x in sums]).isfinite().all()):
+        path = next(path for path, x in sums if not bool(x.isfinite()))
+        raise CheckpointError(
+            "activations are not finite on the calibration text",
+            where=path,
+            fix="float16 may overflow: load the model in bfloat16 or float32; or the weights hold NaN",
+        )
+
+
+def data_digest(inputs: Batch | Tensor) -> str:
+    """SHA-256 of what a model reads: tells whether moments were measured on it."""
+    digest = hashlib.sha256()
+    for name, x in sorted({"input_ids": inputs}.items() if isinstance(inputs, Tensor) else inputs.items()):
+        digest.update(name.encode())
+        digest.update(x.cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _notes(sites: Mapping[str, SiteStatistics], model: Any) -> list[str]:
+    notes = []
+    unseen = [key for key, site in sites.items() if site.mixed is None]
+    if unseen:
+        notes.append(
+            f"{type(model).__name__} does not let its attention be observed ({len(unseen)} of {len(sites)} modules): "
+            "moments of plain inputs stand in for attention-averaged ones"
+        )
+    short = [site for site in sites.values() if site.tokens < site.inputs.shape[0]]
+    if short:
+        notes.append(
+            f"{short[0].tokens} calibration tokens cannot fill a moment of {short[0].inputs.shape[0] - 1} dims: at least "
+            f"{short[0].inputs.shape[0]} are needed, 100 times as many are good; unseen directions are judged by weights"
+        )
+    return notes

@@ -1,0 +1,160 @@
+"""Hooks that add up moments while a model runs, its attention observed."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError
+from .second_moments import SiteStatistics
+
+IMPLEMENTATION = "mha2gqa_observed"  # the name our attention function is registered under
+
+
+class Accumulator:
+    """Running sums of one module."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.inputs: Tensor | None = None
+        self.mixed: Tensor | None = None
+        self.queries: Tensor | None = None
+        self.tokens = self.read = 0
+        self.cross = False
+        self.current: Tensor | None = None  # [B, S, n] of the pass that is running
+        self.received: Tensor | None = None  # [B, S] attention received in it
+
+    def see(self, states: Tensor, cross: bool) -> None:
+        """Inputs of keys and values, `[B, S, D]`."""
+        x = states.detach().to(torch.float64)
+        self.current = torch.cat([x, x.new_ones(*x.shape[:2], 1)], 2)
+        self.received = None
+        self.cross = cross
+
+    def attend(self, queries: Tensor, weights: Tensor) -> None:
+        """Queries `[B, H, T, d]` and attention weights `[B, H, T, S]`."""
+        assert self.current is not None
+        scores = weights.detach().flatten(1, 2).float()  # [B, H T, S]
+        self.received = scores.mean(1).to(torch.float64) * scores.shape[2]  # [B, S], about 1 on average
+        gram = (scores.mT @ scores).to(torch.float64) / weights.shape[1]  # [B, S, S]
+        mixed = sum(x.T @ (g @ x) for g, x in zip(gram, self.current, strict=True))
+        assert isinstance(mixed, Tensor)
+        q = queries.detach().transpose(0, 1).flatten(1, 2).to(torch.float64)  # [H, B T, d]
+        second = q.mT @ q
+        self.mixed = mixed if self.mixed is None else self.mixed.add_(mixed)
+        self.queries = second if self.queries is None else self.queries.add_(second)
+        self.read += queries.shape[0] * queries.shape[2]
+
+    def leave(self) -> None:
+        """The call is over."""
+        assert self.current is not None
+        flat = self.current.flatten(0, 1)
+        weighted = flat if self.received is None else flat * ((1 + self.received) / 2).flatten()[:, None]
+        gram = weighted.T @ flat
+        self.inputs = gram if self.inputs is None else self.inputs.add_(gram)
+        self.tokens += len(flat)
+        self.current = self.received = None
+
+    def finish(self) -> SiteStatistics:
+        """Means over tokens."""
+        if self.inputs is None:
+            raise CheckpointError(
+                "was never run on the calibration text", where=self.path, fix="this layout is not supported"
+            )
+
+        def mean(x: Tensor | None, count: int) -> Tensor | None:
+            return None if x is None else (x + x.mT) / (2 * count)
+
+        inputs = mean(self.inputs, self.tokens)
+        assert inputs is not None
+        return SiteStatistics(
+            inputs, mean(self.mixed, self.read), mean(self.queries, self.read), self.tokens, self.cross
+        )
+
+
+def _key_states(
+    module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Tensor, bool]:
+    """What keys and values of this call are made of, and whether that is another sequence."""
+    bound = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
+    bound = {**bound, **bound.get("kwargs", {})}
+    for name in ("key_value_states", "encoder_hidden_states"):
+        if bound.get(name) is not None:
+            return bound[name], True
+    return next(iter(bound.values())), False
+
+
+@contextlib.contextmanager
+def observing(model: Any, modules: Mapping[str, torch.nn.Module]) -> Iterator[dict[str, Accumulator]]:
+    """While open, every forward pass of `model` adds to the accumulators, one per module.
+
+    The model's attention runs through its own eager function (soft caps, sinks and position biases
+    included), in float32, and is put back afterwards.
+    """
+    from transformers import AttentionInterface, PreTrainedModel
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+
+    found = {path: Accumulator(path) for path in modules}
+    running: list[Accumulator] = []
+
+    def attention(
+        module: torch.nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        **kw: Any,
+    ) -> tuple[Tensor, Tensor]:
+        eager = getattr(module, "eager_attention", None)  # of exported modules; stock ones repeat nothing
+        eager = eager or vars(sys.modules[type(module).__module__])["eager_attention_forward"]
+        out, weights = eager(module, query.float(), key.float(), value.float(), attention_mask, **kw)
+        if running:
+            running[-1].attend(query, weights)
+        return out.to(query.dtype), weights
+
+    def before(accumulator: Accumulator) -> Callable[..., None]:
+        def hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            accumulator.see(*_key_states(module, args, kwargs))
+            running.append(accumulator)
+
+        return hook
+
+    def after(*_: Any) -> None:
+        running.pop().leave()
+
+    AttentionInterface.register(IMPLEMENTATION, attention)
+    AttentionMaskInterface.register(IMPLEMENTATION, ALL_MASK_ATTENTION_FUNCTIONS["eager"])
+    inner = [m.config for m in model.modules() if isinstance(m, PreTrainedModel)]
+    own = [config._attn_implementation for config in inner]
+    hooks = []
+    try:
+        with _quiet():
+            model.set_attn_implementation(IMPLEMENTATION)
+        for path, module in modules.items():
+            hooks.append(module.register_forward_pre_hook(before(found[path]), with_kwargs=True))
+            hooks.append(module.register_forward_hook(after))
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for config, name in zip(inner, own, strict=True):  # from the outermost, which tells its parts
+            config._attn_implementation = name
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """No warning from classes whose attention cannot be swapped: `collect` tells in its own words."""
+    from transformers.utils import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)

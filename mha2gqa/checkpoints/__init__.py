@@ -1,0 +1,1 @@
+"""Checkpoints on disk: read lazily, written atomically, loaded to be run."""

@@ -1,0 +1,371 @@
+"""A model one can run: complete, on the right device, in the right dtype, remote code only on consent."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import pickle
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from safetensors import SafetensorError
+
+from ..errors import CheckpointError, UsageError, config_refusals, hub_refusals, reason
+from ..modeling import refuse_encoder, register
+from .ignored_keys import without_leftovers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+ModelClass = Literal["causal", "seq2seq", "auto"]
+DTYPES = {
+    "float32": torch.float32,
+    "fp32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp16": torch.float16,
+    "float64": torch.float64,
+}
+# What transformers and its readers raise for a folder that cannot be loaded.
+LOAD_ERRORS: tuple[type[Exception], ...] = (
+    OSError,
+    ValueError,
+    KeyError,
+    TypeError,
+    RuntimeError,
+    ImportError,
+    EOFError,
+    SafetensorError,
+    pickle.UnpicklingError,
+)
+
+
+def load_config_json(path: str | Path, *, revision: str | None = None) -> dict[str, Any]:
+    """The raw `config.json` of a folder or Hub id, unknown keys and order kept.
+
+    Raises:
+        CheckpointError: There is none, or it is not a JSON object.
+    """
+    file = Path(path) / "config.json"
+    if not Path(path).exists():
+        file = _hub_file(str(path), "config.json", revision)
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise CheckpointError(
+            "no config.json", where=path, fix="give a folder in the Hugging Face format"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"not readable as JSON ({error})", where=file, fix="restore the file"
+        ) from error
+    if not isinstance(config, dict):
+        raise CheckpointError("not a JSON object", where=file, fix="restore the file")
+    return config
+
+
+def _hub_file(repo: str, name: str, revision: str | None) -> Path:
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(repo, name, revision=revision))
+    except hub_refusals() as error:  # no such repository or file, offline, malformed id
+        raise CheckpointError(
+            f"neither a local folder nor a Hub model with {name} ({reason(error)})",
+            where=repo,
+            fix="check the path, or that the model is in the cache when offline",
+        ) from error
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of a raw config that describes the text model (`text_config` where there is one)."""
+    nested = config.get("text_config")
+    return nested if isinstance(nested, Mapping) else config
+
+
+def stored_dtype(config: Mapping[str, Any]) -> torch.dtype:
+    """The dtype a raw config names (`dtype`, or `torch_dtype` in older files); float32 where none."""
+    for holder in (config, text_config(config)):
+        name = holder.get("dtype") or holder.get("torch_dtype")
+        if isinstance(name, str):
+            return DTYPES.get(name.removeprefix("torch."), torch.float32)
+    return torch.float32
+
+
+def resolve_device(device: str | torch.device = "auto") -> torch.device:
+    """`auto` is the first GPU if there is one, else the CPU.
+
+    Raises:
+        UsageError: The device does not exist here.
+    """
+    if str(device) == "auto":
+        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    try:
+        found = torch.device(device)
+        torch.empty(0, device=found)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise UsageError(
+            f"no such device here ({str(error).splitlines()[0]})",
+            where=f"--device {device}",
+            fix="try auto or cpu",
+        ) from error
+    if found.type == "cuda" and found.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return found
+
+
+def resolve_dtype(
+    dtype: str | torch.dtype = "auto",
+    device: torch.device | None = None,
+    stored: torch.dtype = torch.float32,
+) -> torch.dtype:
+    """`auto` is the stored dtype on a GPU and float32 on a CPU, where half precision is slow.
+
+    Args:
+        dtype: `auto`, a name (`float32`, `bf16`, …) or a torch dtype.
+        device: Where the model will run.
+        stored: The dtype of the checkpoint.
+
+    Raises:
+        UsageError: The name is unknown.
+    """
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype == "auto":
+        return torch.float32 if device is None or device.type == "cpu" else stored
+    if dtype not in DTYPES:
+        raise UsageError("no such dtype", where=f"--dtype {dtype}", fix=f"try auto, {', '.join(DTYPES)}")
+    return DTYPES[dtype]
+
+
+def load_tokenizer(
+    path: str | Path, trust_remote_code: bool = False, *, revision: str | None = None
+) -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder or Hub id.
+
+    Raises:
+        CheckpointError: There is none or it cannot be read.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, revision=revision)
+    except LOAD_ERRORS + config_refusals() as error:
+        raise CheckpointError(
+            f"its tokenizer cannot be loaded ({reason(error)})",
+            where=path,
+            fix="copy the original model's tokenizer files beside the weights",
+        ) from error
+
+
+def load_model(
+    path: str | Path,
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "auto",
+    trust_remote_code: bool = False,
+    attn_implementation: str | None = None,
+    model_class: ModelClass = "auto",
+    revision: str | None = None,
+) -> PreTrainedModel:
+    """Load a model to run it, and accept nothing incomplete.
+
+    transformers initialises missing tensors at random and merely warns; here that is an error.
+
+    Args:
+        path: Folder or Hub id.
+        dtype: See `resolve_dtype`.
+        device: See `resolve_device`.
+        trust_remote_code: Run Python code that the folder brings along.
+        attn_implementation: `eager`, `sdpa`, … or None for transformers' choice.
+        model_class: `causal`, `seq2seq`, or `auto` (what the config says).
+        revision: Branch, tag or commit of a Hub id.
+
+    Returns:
+        The model in eval mode.
+
+    Raises:
+        CheckpointError: It cannot be loaded, tensors are missing, unexpected or of other shapes (all are
+            named, sorted), or memory does not suffice (what is needed and what is there).
+        UsageError: It needs code of its own and there is no consent.
+        UnsupportedModelError: It is the encoder of an encoder-decoder, alone.
+    """
+    from transformers import AutoConfig
+
+    raw = load_config_json(path, revision=revision)
+    refuse_encoder(raw)
+    register(raw)  # our own exported code runs from this package and needs no consent
+    _check_consent(raw, path, trust_remote_code)
+    device = resolve_device(device)
+    dtype = resolve_dtype(dtype, device, stored_dtype(raw))
+    check_memory(path, raw, dtype, device)
+    chosen = loading_class(raw, model_class)
+    common = {"trust_remote_code": trust_remote_code, "revision": revision}
+    with quiet():
+        try:
+            loaded: Any = chosen.from_pretrained(
+                path,
+                config=AutoConfig.from_pretrained(path, **common),
+                dtype=dtype,
+                attn_implementation=attn_implementation,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # reported in `info`, and refused below with the rest
+                **common,
+            )
+        except LOAD_ERRORS + config_refusals() as error:
+            raise CheckpointError(
+                f"cannot be loaded ({reason(error)})",
+                where=path,
+                fix="check config.json and that no file is missing",
+            ) from error
+    model, info = loaded
+    _check_loading_info(info, path, "auto_map" in raw and not trust_remote_code)
+    return model.to(device).eval()
+
+
+def loading_class(raw: Mapping[str, Any], model_class: ModelClass = "auto") -> Any:
+    """The class of transformers that loads a checkpoint with its language-model head.
+
+    An auto class; but for a model that also sees or hears the very class that its config names, since auto
+    classes know some of these only by their text model alone.
+
+    Args:
+        raw: `config.json`.
+        model_class: As in `load_model`.
+    """
+    import transformers
+    from transformers.models.auto import modeling_auto as known
+
+    model_type, own = raw.get("model_type"), raw.get("auto_map", ())
+    if model_class == "auto":
+        model_class = "seq2seq" if raw.get("is_encoder_decoder") else "causal"
+    if model_class == "seq2seq":
+        speech = model_type in known.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES
+        if speech or "AutoModelForSpeechSeq2Seq" in own:
+            return transformers.AutoModelForSpeechSeq2Seq
+        return transformers.AutoModelForSeq2SeqLM
+    if not own and text_config(raw) is not raw:
+        for name in raw.get("architectures") or ():
+            named: Any = getattr(transformers, name, None)
+            if hasattr(named, "can_generate") and named.can_generate():
+                return named
+    if model_type not in known.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        if model_type in known.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
+            return transformers.AutoModelForImageTextToText
+        if model_type in known.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES:
+            return transformers.AutoModelForMultimodalLM
+    return transformers.AutoModelForCausalLM
+
+
+def _check_consent(raw: Mapping[str, Any], path: str | Path, consent: bool) -> None:
+    from transformers import CONFIG_MAPPING
+
+    known = raw.get("model_type") in CONFIG_MAPPING
+    if "auto_map" in raw and not known and not consent:
+        raise UsageError(
+            f"model_type {raw.get('model_type')!r} runs Python code from its folder",
+            where=path,
+            fix="read that code and pass --trust-remote-code if you trust it",
+        )
+
+
+def _check_loading_info(info: Mapping[str, Any], path: str | Path, own_code: bool) -> None:
+    mismatched = [
+        f"{name} {tuple(found)}, the config needs {tuple(needed)}"
+        for name, found, needed in info["mismatched_keys"]
+    ]
+    faults = {
+        "missing": sorted(info["missing_keys"]),
+        "unexpected": without_leftovers(info["unexpected_keys"]),
+        "of another shape": sorted(mismatched),
+        "error": sorted(map(str, info.get("error_msgs", ()))),
+    }
+    listed = [f"{len(names)} {kind}: {', '.join(names)}" for kind, names in faults.items() if names]
+    if listed:
+        fix = (
+            "the folder brings its own code: pass --trust-remote-code if you trust it"
+            if own_code
+            else "config and tensors must belong together; convert or download the model again"
+        )
+        raise CheckpointError(f"tensors do not fit the config: {'; '.join(listed)}", where=path, fix=fix)
+
+
+# --- memory --------------------------------------------------------------------------------------------
+
+
+def check_memory(
+    path: str | Path, config: Mapping[str, Any], dtype: torch.dtype, device: torch.device
+) -> None:
+    """Refuse to load a model whose weights alone exceed the free memory of `device`.
+
+    Raises:
+        CheckpointError: With the bytes needed and the bytes there.
+    """
+    stored = weight_bytes(Path(path))
+    free = free_memory(device)
+    if stored is None or free is None:
+        return
+    needed = stored * dtype.itemsize // stored_dtype(config).itemsize
+    if needed > free:
+        raise CheckpointError(
+            f"the weights need {needed / 1e9:.1f} GB in {str(dtype).removeprefix('torch.')}, "
+            f"{device} has {free / 1e9:.1f} GB free",
+            where=path,
+            fix="choose another --device or a smaller --dtype",
+        )
+
+
+def weight_bytes(folder: Path) -> int | None:
+    """Bytes of the weight files that transformers would read from `folder`; None if it is not local."""
+    if not folder.is_dir():
+        return None
+    for single, index in (
+        ("model.safetensors", "model.safetensors.index.json"),
+        ("pytorch_model.bin", "pytorch_model.bin.index.json"),
+    ):
+        names = [single] if (folder / single).exists() else []
+        if not names and (folder / index).exists():
+            names = sorted(
+                set(json.loads((folder / index).read_text(encoding="utf-8"))["weight_map"].values())
+            )
+        if names:
+            return sum((folder / name).stat().st_size for name in names if (folder / name).exists())
+    return None
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that can still be allocated on `device`; None where the system does not tell."""
+    if device.type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + cached
+    meminfo = Path("/proc/meminfo")
+    if device.type != "cpu" or not meminfo.exists():
+        return None
+    fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+    free = int(fields["MemAvailable"].split()[0]) * 1024
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.exists() and used.exists() and limit.read_text().strip() != "max":
+        free = min(free, int(limit.read_text()) - int(used.read_text()))
+    return free
+
+
+# --- helpers -------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keep transformers' reports and bars off stderr: the errors here say the same in one line."""
+    from transformers.utils import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()

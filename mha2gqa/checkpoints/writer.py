@@ -1,0 +1,380 @@
+"""Write a checkpoint folder: whole or not at all, unchanged tensors as bytes.
+
+A tensor that does not change is copied as bytes; the folder appears under its name only when complete.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from threading import Lock
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError, UsageError
+from .reader import DTYPE_NAMES, INDEX, MANIFEST, SINGLE, Checkpoint, TensorInfo, itemsize
+
+_ALIGNMENT = 8  # of the header, as safetensors asks
+
+
+@dataclass(frozen=True)
+class NewTensor:
+    """A tensor that replaces or joins those of the source; made only when its turn to be written comes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    make: Callable[[], Tensor]
+
+
+@dataclass
+class Shard:
+    """One output file: tensor name -> unchanged (`TensorInfo`) or new (`NewTensor`)."""
+
+    name: str
+    entries: dict[str, TensorInfo | NewTensor] = field(default_factory=dict)
+
+
+def entry_nbytes(entry: TensorInfo | NewTensor) -> int:
+    """Bytes an entry takes on disk."""
+    return itemsize(entry.dtype) * torch.Size(entry.shape).numel()
+
+
+def plan_shards(
+    checkpoint: Checkpoint,
+    new: Mapping[str, NewTensor],
+    dropped: Sequence[str] = (),
+    max_shard_size: int | None = None,
+) -> list[Shard]:
+    """Lay the output's tensors out in files: as in the source, or anew where a limit is given.
+
+    Args:
+        checkpoint: The source.
+        new: Tensors that replace those of the same name, or join the file of their neighbours.
+        dropped: Names that the output lacks.
+        max_shard_size: Bytes a file may hold (one tensor may exceed it).
+    """
+    entries: dict[str, TensorInfo | NewTensor] = {}
+    home: dict[str, str] = {}
+    last = ""
+    for name, info in checkpoint.tensors.items():
+        if name not in dropped:
+            entries[name], home[name] = new.get(name, info), info.file
+        last = info.file
+    for name in [name for name in new if name not in entries]:
+        stem = name.rsplit(".", 2)[0]
+        entries[name] = new[name]
+        home[name] = next(
+            (home[other] for other in entries if other in home and other.startswith(stem + ".")), last
+        )
+    regroup = max_shard_size is not None or checkpoint.is_bin
+    if not regroup:
+        shards = [
+            Shard(file, {n: e for n, e in entries.items() if home[n] == file}) for file in checkpoint.files
+        ]
+        shards = [shard for shard in shards if shard.entries]
+        return shards if len(shards) > 1 else [Shard(SINGLE, shards[0].entries)]
+    shards, size = [Shard("")], 0
+    for name in sorted(entries, key=lambda n: checkpoint.files.index(home[n])):
+        nbytes = entry_nbytes(entries[name])
+        if shards[-1].entries and size + nbytes > (max_shard_size or 5 * 10**9):
+            shards.append(Shard(""))
+            size = 0
+        shards[-1].entries[name] = entries[name]
+        size += nbytes
+    for i, shard in enumerate(shards):
+        shard.name = SINGLE if len(shards) == 1 else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
+    return shards
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Unchanged bytes that lie together in a file of the source: `[begin, end)`, to be copied to `offset`."""
+
+    source: Path
+    begin: int
+    end: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Where everything goes in one output file, known before a byte of it is written.
+
+    Args:
+        head: Length of the header, and header.
+        copied: Runs of unchanged tensors.
+        made: Offset of each tensor that is made, by name, in file order.
+        size: Bytes in all.
+    """
+
+    head: bytes
+    copied: tuple[_Run, ...]
+    made: Mapping[str, int]
+    size: int
+
+
+def write_shards(
+    checkpoint: Checkpoint, shards: Sequence[Shard], out: Path, progress: Callable[[int], None] | None = None
+) -> None:
+    """Write every shard and the index into the folder `out`, synced to disk.
+
+    A thread copies what is unchanged while this one makes what is new, and another lets the disk take in
+    what is complete: none of the three waits for the others' work.
+
+    Args:
+        checkpoint: Source of the unchanged tensors.
+        shards: From `plan_shards`.
+        out: An existing folder.
+        progress: Called with the bytes just written, by one thread at a time.
+    """
+    turn = Lock()
+
+    def wrote(count: int) -> None:
+        if progress:
+            with turn:
+                progress(count)
+
+    copying, syncing = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+    try:
+        layouts, copies, synced = [], [], []
+        for shard in shards:
+            layouts.append(layout := _lay_out(checkpoint, shard))
+            path = out / shard.name
+            with path.open("wb") as file:
+                file.write(layout.head)
+                file.truncate(layout.size)
+            copies.append([copying.submit(_copy, run, path, wrote) for run in layout.copied])
+        for shard, layout, copied in zip(shards, layouts, copies, strict=True):
+            _make(checkpoint, shard, layout, out / shard.name, wrote)
+            synced.append(syncing.submit(_complete, out / shard.name, copied))
+        for done in synced:
+            done.result()
+    finally:
+        copying.shutdown(cancel_futures=True)
+        syncing.shutdown(cancel_futures=True)
+    if len(shards) > 1 or shards[0].name != SINGLE:
+        write_text(out / INDEX, json.dumps(_index(shards), indent=2) + "\n")
+
+
+def _index(shards: Sequence[Shard]) -> dict[str, Any]:
+    entries = [entry for shard in shards for entry in shard.entries.values()]
+    return {
+        "metadata": {
+            "total_parameters": sum(torch.Size(e.shape).numel() for e in entries),
+            "total_size": sum(entry_nbytes(e) for e in entries),
+        },
+        "weight_map": dict(sorted((name, shard.name) for shard in shards for name in shard.entries)),
+    }
+
+
+def _lay_out(checkpoint: Checkpoint, shard: Shard) -> _Layout:
+    # Widest dtypes first, as safetensors does, so that every tensor stays aligned; stable otherwise.
+    ordered = sorted(shard.entries.items(), key=lambda item: -itemsize(item[1].dtype))
+    header: dict[str, Any] = {"__metadata__": checkpoint.metadata}
+    end = 0
+    for name, entry in ordered:
+        begin, end = end, end + entry_nbytes(entry)
+        header[name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    head = struct.pack("<Q", len(text)) + text
+    copied: list[_Run] = []
+    made: dict[str, int] = {}
+    for name, entry in ordered:
+        offset = len(head) + header[name]["data_offsets"][0]
+        if isinstance(entry, NewTensor) or not entry.plain:
+            made[name] = offset
+            continue
+        run = _Run(checkpoint.path / entry.file, entry.begin, entry.end, offset)
+        if copied and _adjoin(copied[-1], run):
+            run = replace(copied.pop(), end=run.end)
+        copied.append(run)
+    return _Layout(head, tuple(copied), made, len(head) + end)
+
+
+def _adjoin(first: _Run, second: _Run) -> bool:
+    """Whether the second follows the first both in the source and in the output."""
+    there = first.source == second.source and first.end == second.begin
+    return there and first.offset + first.end - first.begin == second.offset
+
+
+def _copy(run: _Run, path: Path, wrote: Callable[[int], None]) -> None:
+    with run.source.open("rb") as source, path.open("r+b", buffering=0) as target:
+        begin, offset = run.begin, run.offset
+        while begin < run.end:
+            count = _copy_some(source, begin, min(run.end - begin, 1 << 26), target, offset)
+            if not count:
+                raise CheckpointError("ends too early", where=run.source, fix="download it again")
+            begin, offset = begin + count, offset + count
+            wrote(count)
+
+
+def _copy_some(source: BinaryIO, begin: int, count: int, target: Any, offset: int) -> int:
+    """Copy up to `count` bytes, inside the kernel where it can; returns how many (0 at the end of the source)."""
+    with suppress(AttributeError, OSError):  # not Linux, or not between these file systems
+        if copied := os.copy_file_range(source.fileno(), target.fileno(), count, begin, offset):
+            return copied
+    source.seek(begin)
+    target.seek(offset)
+    written: int = target.write(source.read(min(count, 1 << 24)))
+    return written
+
+
+def _make(
+    checkpoint: Checkpoint, shard: Shard, layout: _Layout, path: Path, wrote: Callable[[int], None]
+) -> None:
+    with path.open("r+b") as file:
+        for name, offset in layout.made.items():
+            file.seek(offset)
+            wrote(_write_tensor(file, checkpoint, name, shard.entries[name]))
+
+
+def _complete(path: Path, copied: Sequence[Future[None]]) -> None:
+    """Wait until the bytes of a file are copied, and on the disk."""
+    for part in copied:
+        part.result()
+    _sync(path)
+
+
+def _write_tensor(file: BinaryIO, checkpoint: Checkpoint, name: str, entry: TensorInfo | NewTensor) -> int:
+    tensor = entry.make() if isinstance(entry, NewTensor) else checkpoint.read(name)
+    if tuple(tensor.shape) != tuple(entry.shape) or DTYPE_NAMES[tensor.dtype] != entry.dtype:
+        raise AssertionError(
+            f"{name}: made {tensor.dtype} {tuple(tensor.shape)}, planned {entry.dtype} {entry.shape}"
+        )
+    if isinstance(entry, NewTensor) and not _finite(tensor):
+        raise CheckpointError(
+            "NaN or infinity in the result",
+            where=name,
+            fix="check that tensor in the source; fp16 sources can overflow, try bf16 or fp32",
+        )
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    file.write(flat.numpy().data)
+    return flat.numel()
+
+
+def _finite(tensor: Tensor) -> bool:
+    """Whether no number is NaN or infinite: either would show in the extremes (nothing else is made)."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return True
+    return all(bool(extreme.isfinite()) for extreme in torch.aminmax(tensor))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write `text` and sync it to disk."""
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def copy_side_files(checkpoint: Checkpoint, out: Path) -> list[str]:
+    """Copy everything that is no weight, byte for byte; returns the names."""
+    names = checkpoint.side_files()
+    for name in names:
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(checkpoint.path / name, out / name)
+    return [str(name) for name in names]
+
+
+def check_output(source: Path | None, out: Path, force: bool) -> None:
+    """Refuse an output folder that would lose or shadow something, before any work.
+
+    Raises:
+        UsageError: OUT is not empty (and not ours under `--force`), or lies inside SOURCE or around it.
+    """
+    where = out.resolve()
+    if source is not None:
+        root = source.resolve()
+        if where == root or root in where.parents:
+            raise UsageError("lies inside SOURCE", where=out, fix="choose another output folder")
+        if where in root.parents:
+            raise UsageError("contains SOURCE", where=out, fix="choose another output folder")
+    if out.is_file():
+        raise UsageError("is a file", where=out, fix="choose another output folder")
+    if out.is_dir() and any(out.iterdir()):
+        if not force:
+            raise UsageError(
+                "is not empty", where=out, fix="choose another folder, or --force to replace our own output"
+            )
+        if not (out / MANIFEST).exists():
+            raise UsageError(
+                f"holds no {MANIFEST}, so it is not ours to replace",
+                where=out,
+                fix="remove it yourself or choose another folder",
+            )
+
+
+def check_space(out: Path, needed: int) -> None:
+    """Refuse to start what the disk cannot hold.
+
+    Raises:
+        CheckpointError: Fewer than `needed` bytes are free beside `out`.
+    """
+    parent = next(p for p in (out.resolve(), *out.resolve().parents) if p.exists())
+    free = shutil.disk_usage(parent).free
+    if free < needed:
+        raise CheckpointError(
+            f"{needed / 1e9:.1f} GB needed, {free / 1e9:.1f} GB free",
+            where=parent,
+            fix="free some space or choose another disk",
+        )
+
+
+@contextmanager
+def publish(out: Path, force: bool = False) -> Iterator[Path]:
+    """A folder beside `out` to fill; it becomes `out` by one rename if the block ends well, else it goes.
+
+    A killed process leaves at most a folder called `OUT.partial-…`, never a half-written `out`.
+    """
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = out.parent / f"{out.name}.partial-{os.getpid()}"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    try:
+        yield partial
+        _sync_folder(partial)
+        replaced = None
+        if out.exists():
+            if force and any(out.iterdir()):
+                replaced = out.parent / f"{out.name}.replaced-{os.getpid()}"
+                out.rename(replaced)
+            else:
+                out.rmdir()
+        partial.rename(out)
+        _sync_folder(out.parent)
+        if replaced:
+            shutil.rmtree(replaced)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise CheckpointError(
+            f"cannot be written ({error.strerror or error})",
+            where=error.filename or out,
+            fix="nothing was published; free space or fix permissions and run again",
+        ) from error
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _sync(path: Path, flags: int = os.O_RDWR) -> None:
+    """Return when a file (or, opened to be read, a folder) is on the disk."""
+    handle = os.open(path, flags)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _sync_folder(path: Path) -> None:
+    with suppress(OSError):  # some file systems cannot sync a folder
+        _sync(path, os.O_RDONLY)

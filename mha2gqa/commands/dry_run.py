@@ -1,0 +1,149 @@
+"""A dry run: everything about a recipe that can be checked without weights and without a network."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, get_args
+
+from ..config import Recipe, parse_size
+from ..config.sections import Method
+from ..data import read_documents
+from ..errors import UsageError
+from ..evaluation.setup import context_length
+from ..report import FORMATS, becomes, hub_name, human_bytes, significant
+from ..uptraining import Budget, UptrainConfig, plan_budget
+from .builtin import PREFIX, TEXTS, resolve_model
+from .estimate import PlanResult, plan
+
+
+def rehearse(recipe: Recipe) -> tuple[list[dict[str, Any]], list[str]]:
+    """Check a recipe and say what it would do.
+
+    Args:
+        recipe: `source` may also be a config file, so that a recipe is checked without its model.
+
+    Returns:
+        Planned stages, and notices: warnings of the plan, and what could not be checked.
+
+    Raises:
+        UsageError, UnsupportedModelError, CheckpointError, DataError: What the run would fail on.
+    """
+    source, notices = resolve_model(recipe.source), []
+    stages: list[dict[str, Any]] = []
+    for groups in recipe.sweep.groups if recipe.sweep and recipe.sweep.groups else [recipe.convert.groups]:
+        found = plan(
+            source,
+            groups=groups,
+            as_=recipe.convert.as_ or "auto",
+            batch=recipe.report.batch,
+            context=recipe.report.context,
+        )
+        notices += found.warnings
+        stages.append(_planned("convert", _convert_detail(recipe, found)))
+    _check_convert(recipe)
+    texts = [*recipe.convert.calibration, *recipe.evaluate.data]
+    stages.append(_planned("evaluate", _evaluate_detail(recipe, source)))
+    if recipe.uptrain is not None:
+        texts += [*recipe.uptrain.data, *recipe.uptrain.eval_data]
+        for alpha in _alphas(recipe):
+            budget = rehearse_budget(recipe, source, alpha)
+            stages.append(_planned("uptrain", budget.sentence() if budget else "alpha 0: no uptraining"))
+    for text in dict.fromkeys(texts):
+        notices += check_text(text, recipe)
+    for name in recipe.report.formats:
+        if name not in (*FORMATS, "card"):
+            raise UsageError(
+                f"{name!r} is no format", where="report.formats", fix=f"{', '.join([*FORMATS, 'card'])}"
+            )
+    stages.append(_planned("report", ", ".join(recipe.report.formats)))
+    return stages, list(dict.fromkeys(notices))
+
+
+def _planned(name: str, detail: str) -> dict[str, Any]:
+    return {"name": name, "status": "planned", "detail": detail, "seconds": 0.0}
+
+
+def _alphas(recipe: Recipe) -> tuple[float | None, ...]:
+    return recipe.sweep.alphas if recipe.sweep is not None else (None,)
+
+
+def _convert_detail(recipe: Recipe, found: PlanResult) -> str:
+    heads, kv = found.num_kv_heads, found.kv_bytes_per_token
+    method: str = recipe.convert.method or ("joint" if recipe.convert.calibration else "mean")
+    if recipe.sweep and recipe.sweep.methods:
+        method = ", ".join(recipe.sweep.methods)
+    ratio = kv["before"] / kv["after"] if kv["after"] else 1.0
+    return (
+        f"{becomes(found.model_type, found.result_type)}, {heads['before']} KV heads -> {heads['after']}, method {method}; "
+        f"KV cache {human_bytes(kv['before'])} -> {human_bytes(kv['after'])} a token ({significant(ratio)}× smaller); "
+        f"writes {human_bytes(found.bytes['after'])}"
+    )
+
+
+def _check_convert(recipe: Recipe) -> None:
+    if recipe.convert.max_shard_size is not None:
+        try:
+            parse_size(recipe.convert.max_shard_size)
+        except ValueError as error:
+            raise UsageError(str(error), where="convert.max_shard_size") from error
+    unknown = [m for m in (recipe.sweep.methods if recipe.sweep else ()) if m not in get_args(Method)]
+    if unknown:
+        raise UsageError(
+            f"no method {unknown[0]!r}", where="sweep.methods", fix=f"{', '.join(get_args(Method))}"
+        )
+
+
+def _evaluate_detail(recipe: Recipe, source: str) -> str:
+    from .describe import read_config
+
+    words = recipe.evaluate
+    limit = context_length(read_config(source))
+    if words.window is not None and limit is not None and words.window > limit:
+        raise UsageError(
+            f"is longer than the {limit:,} tokens the model was built for",
+            where=f"evaluate.window {words.window:,}",
+            fix=f"at most {limit}",
+        )
+    return f"protocol {words.protocol or 'window'} on {', '.join(words.data)}"
+
+
+def rehearse_budget(recipe: Recipe, source: str, alpha: float | None = None) -> Budget | None:
+    """The uptraining budget of a recipe, None for alpha 0 of a sweep.
+
+    Raises:
+        UsageError: It cannot be meant, or rounds to no step.
+    """
+    from ..uptraining.objectives import choose_window
+    from .describe import read_config
+
+    assert recipe.uptrain is not None
+    if alpha == 0:
+        return None
+    words = recipe.uptrain.options()
+    if alpha is not None:
+        words.pop("tokens", None)
+        words["alpha"] = alpha
+    data = tuple(words.pop("data"))
+    known = {k: v for k, v in words.items() if k != "training_args"}
+    config = UptrainConfig("model", "out", data, training_args=words.get("training_args", {}), **known)
+    window = choose_window(config.window, read_config(source), recipe.source)
+    return plan_budget(config, window=window, name=recipe.source)
+
+
+def check_text(name: str, recipe: Recipe) -> list[str]:
+    """Read the first document of a local text; a hub name is only noted.
+
+    Raises:
+        UsageError: No such file, and no hub name.
+        DataError: It cannot be read.
+    """
+    if name in TEXTS:
+        return []
+    if name.startswith(PREFIX):
+        raise UsageError("no such built-in text", where=name, fix=f"{', '.join(TEXTS)} are there")
+    local = Path(name).exists() or any(sign in name for sign in "*?[")
+    if not local and hub_name(name.split(":", 1)[0]):
+        return [f"not checked without a network: {name}"]
+    column = recipe.evaluate.text_column or recipe.convert.text_column or "text"
+    next(iter(read_documents([name], text_column=column)), None)
+    return []

@@ -1,0 +1,324 @@
+"""`plan`: what a conversion would give and need, from the config and the tensor shapes alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from ..architectures import AttentionSpec, Geometry, find_spec, valid_groups
+from ..checkpoints.loading import text_config
+from ..conversion.plan import Plan, plan_conversion, plan_sites
+from ..conversion.rewrite import site_changes
+from ..data.spans import ENCODER_TOKENS
+from ..errors import UsageError
+from ..evaluation.setup import context_length
+from ..kv_cache import (
+    decode_step_bytes,
+    known_config,
+    kv_bytes,
+    kv_bytes_per_token,
+    max_batch,
+    step_weight_bytes,
+)
+from ..modeling import PREFIX
+from ..results import Result
+from .describe import Description, describe
+
+# Bytes for each trained parameter: float32 weight and gradient, two AdamW moments.
+TRAINED_BYTES, FROZEN_BYTES = 16, 2
+# NF4 with double quantisation: 4 bits, and 8 bits + 32/256 bits of scales for 64 weights (arXiv:2305.14314).
+QUANTISED_BYTES = (4 + (8 + 32 / 256) / 64) / 8
+DISK_BYTES_PER_SECOND = 500e6  # a plain SSD; stated beside the estimate
+LORA_RANK = 16
+SPAN_CORRUPTED = ("t5", "mt5", "umt5")  # pretrained so: their tokenizers have the sentinels
+DEVICES, SHARDED = (1, 2, 4, 8), ("all", "attention")  # adapters do not train under FSDP
+H100_BANDWIDTH = 3.35e12  # bytes/s of an H100 SXM, NVIDIA's data sheet
+
+
+@dataclass
+class PlanResult(Result):
+    """What `plan` found.
+
+    Args:
+        source: As given.
+        model_type: From the config.
+        result_type: Model type of the result: another where the source is re-expressed or its result travels
+            with modelling code.
+        reexpression: `{"source_type": …, "target_type": …}` where the result is re-expressed; else empty.
+        trust_remote_code: Whether loading the result in transformers needs `trust_remote_code=True`.
+        groups: The G that the figures `after` are for.
+        layers: Attention modules that change.
+        num_heads: Query heads.
+        num_kv_heads: `{"before": K, "after": G}`.
+        head_dim: Width of a head.
+        valid_groups: Every G that is possible.
+        bytes: Of all tensors, `before` and `after`.
+        parameters: Counts `before` and `after`.
+        kv_bytes_per_token: `before` and `after`.
+        options: For each valid G: size of the checkpoint and of the cache, and the result's model type.
+        decode: KV bytes and the tokens/s that memory bandwidth allows, at `batch` × `context`.
+        conversion: `disk_bytes`, `memory_bytes`, `seconds` (estimates).
+        memory: Device bytes of weights, gradients and optimizer for each parameter set of `uptrain`.
+        exact: False where shapes come from the config and not from the files.
+        warnings: What to know before converting.
+        recommended: A command to copy.
+    """
+
+    command: ClassVar[str] = "plan"
+    source: str
+    model_type: str
+    result_type: str
+    reexpression: dict[str, str]
+    trust_remote_code: bool
+    groups: int
+    layers: int
+    num_heads: int
+    num_kv_heads: dict[str, int]
+    head_dim: int
+    valid_groups: list[int]
+    bytes: dict[str, int]
+    parameters: dict[str, int]
+    kv_bytes_per_token: dict[str, int]
+    options: list[dict[str, Any]]
+    decode: dict[str, Any]
+    conversion: dict[str, float]
+    memory: dict[str, Any]
+    exact: bool
+    warnings: list[str] = field(default_factory=list)
+    recommended: str = ""
+
+
+def plan(
+    source: str | Path,
+    *,
+    groups: int | None = None,
+    as_: str = "auto",
+    tp: int = 1,
+    batch: int = 1,
+    context: int | None = None,
+    gpu_memory: float = 80e9,
+    bandwidth: float = H100_BANDWIDTH,
+    revision: str | None = None,
+) -> PlanResult:
+    """Say what converting a model would give and need, reading no weights.
+
+    Args:
+        source: Checkpoint folder, folder with only a config, config file, or hub id.
+        groups: KV heads G; by default a quarter of the current number.
+        as_: As `convert` has it: which architecture the result is written in.
+        tp: Tensor-parallel ranks the result will be served on.
+        batch, context: Sequences and tokens of the decoding situation; context defaults to the model's.
+        gpu_memory: Bytes of one device.
+        bandwidth: Its memory bandwidth, bytes/s.
+        revision: On the Hub.
+
+    Returns:
+        Figures and warnings.
+
+    Raises:
+        UnsupportedModelError, UsageError, CheckpointError: As `convert` would.
+    """
+    for name, value in (("context", context), ("gpu-memory", gpu_memory), ("bandwidth", bandwidth)):
+        if value is not None and value <= 0:
+            raise UsageError("must be more than 0", where=f"--{name} {value:g}")
+    described = describe(source, revision)
+    spec, geometries = _attention(described.reexpressed(None, as_))
+    before, num_heads = max(g.num_kv_heads for g in geometries), geometries[0].num_heads
+    possible = valid_groups(before, spec)
+    wanted = suggested(possible, before, tp) if groups is None else groups
+    model = described.reexpressed(wanted, as_)
+    chosen = plan_conversion(model.config, model.shapes, wanted)
+    reach, usual = _reach(described.config)
+    context = context or reach or usual
+    options = [_option(described.reexpressed(g, as_), g, batch, context, gpu_memory) for g in possible]
+    now, then = (next(o for o in options if o["groups"] == g) for g in (before, wanted))
+    return PlanResult(
+        source=str(source),
+        model_type=str(described.config["model_type"]),
+        result_type=str(chosen.config["model_type"]),
+        reexpression=model.found.summary if model.found else {},
+        trust_remote_code=chosen.export is not None,
+        groups=wanted,
+        layers=sum(not site.kept for site in chosen.sites),
+        num_heads=num_heads,
+        num_kv_heads={"before": before, "after": wanted},
+        head_dim=geometries[0].head_dim,
+        valid_groups=possible,
+        bytes={"before": now["bytes"], "after": then["bytes"]},
+        parameters={"before": now["parameters"], "after": then["parameters"]},
+        kv_bytes_per_token={"before": now["kv_bytes_per_token"], "after": then["kv_bytes_per_token"]},
+        options=options,
+        decode=_decode(now, then, batch, context, bandwidth, gpu_memory),
+        conversion=_conversion(model, then["bytes"]),
+        memory=training_memory(model, chosen, gpu_memory),
+        exact=model.exact,
+        warnings=[
+            *(model.found.notes if model.found else ()),
+            *chosen.warnings,
+            *_beyond(context, reach),
+            *parallel_warnings(wanted, num_heads, tp),
+        ],
+        recommended=f"mha2gqa convert {source} {Path(str(source)).name}-gqa{wanted} --groups {wanted} "
+        f"{_merging(described.config)}{'' if as_ == 'auto' else f' --as {as_}'}",
+    )
+
+
+def _reach(config: Mapping[str, Any]) -> tuple[int | None, int]:
+    """Most tokens the decoder was built for, None where nothing limits it; and what to assume then."""
+    known = known_config(config)
+    if not getattr(known, "is_encoder_decoder", False):
+        return context_length(config), 4096
+    keys = ("max_target_positions", "max_position_embeddings", "n_positions")
+    found = (getattr(known, key, None) for key in keys)
+    return next((n for n in found if isinstance(n, int) and n > 0), None), ENCODER_TOKENS
+
+
+def _merging(config: Mapping[str, Any]) -> str:
+    """Words of `convert` that merge heads best: text cannot calibrate what never saw corrupted spans."""
+    encoder_decoder = getattr(known_config(config), "is_encoder_decoder", False)
+    if encoder_decoder and str(config["model_type"]).removeprefix(PREFIX) not in SPAN_CORRUPTED:
+        return "--method joint"
+    return "--calibration TEXT.jsonl"
+
+
+def _beyond(context: int, reach: int | None) -> list[str]:
+    """What to know where the cache is asked for more tokens than the model takes."""
+    if reach is None or context <= reach:
+        return []
+    return [f"--context {context:,} is longer than the {reach:,} tokens the model was built for"]
+
+
+def _attention(model: Description) -> tuple[AttentionSpec, list[Geometry]]:
+    """The model's entry in the table and its attention modules."""
+    spec = find_spec(model.config)
+    return spec, [geometry for _, geometry in plan_sites(spec, model.config, model.shapes)]
+
+
+def suggested(possible: list[int], before: int, tp: int) -> int:
+    """The G to propose: a quarter of the heads, or the smallest that `tp` ranks can share out evenly."""
+    even = [g for g in possible if g % tp == 0] or possible
+    target = max(before / 4, tp)
+    return min(even, key=lambda g: (abs(math.log(g / target)), -g))
+
+
+def parallel_warnings(groups: int, num_heads: int, tp: int) -> list[str]:
+    """What tensor parallelism makes of G KV heads on `tp` ranks."""
+    if tp <= 1:
+        return []
+    if num_heads % tp:
+        return [f"{num_heads} query heads cannot be split over --tp {tp} ranks"]
+    if groups < tp:
+        copies = f"{tp // groups} times" if tp % groups == 0 else "more than once"
+        return [
+            f"--tp {tp} stores each of {groups} KV heads {copies}: G = {tp} costs the same cache per rank"
+        ]
+    if groups % tp:
+        return [f"{groups} KV heads cannot be split evenly over --tp {tp} ranks: choose a multiple of {tp}"]
+    return []
+
+
+def changed_shapes(model: Description, decided: Plan) -> dict[str, tuple[int, ...]]:
+    """Every tensor name of the result with its shape."""
+    shapes = dict(model.shapes)
+    for site in decided.sites:
+        stored, lost = site_changes(decided, site, model.shapes)
+        shapes |= {site.site.names[role]: shape for role, shape in stored.items()}
+        for role in lost:
+            del shapes[site.site.names[role]]
+    return shapes
+
+
+def _option(model: Description, groups: int, batch: int, context: int, gpu_memory: float) -> dict[str, Any]:
+    decided = plan_conversion(model.config, model.shapes, groups)
+    shapes = changed_shapes(model, decided)
+    stored = {name: model.nbytes(name, shape) for name, shape in shapes.items()}
+    nbytes = sum(stored.values())
+    config = decided.config
+    read = step_weight_bytes(config, stored, batch)
+    return {
+        "groups": groups,
+        "model_type": config["model_type"],
+        "group_size": decided.num_kv_heads[0] // groups,
+        "bytes": nbytes,
+        "parameters": sum(math.prod(shape) for shape in shapes.values()),
+        "kv_bytes_per_token": kv_bytes_per_token(config),
+        "kv_bytes": kv_bytes(config, context=context, batch=batch),
+        "step_bytes": decode_step_bytes(config, batch=batch, context=context, weight_bytes=read),
+        "max_batch": max_batch(config, memory_bytes=gpu_memory, context=context, weight_bytes=nbytes),
+    }
+
+
+def _decode(
+    now: Mapping[str, Any],
+    then: Mapping[str, Any],
+    batch: int,
+    context: int,
+    bandwidth: float,
+    gpu_memory: float,
+) -> dict[str, Any]:
+    """The situation `batch` × `context`, before and after; the ceiling is bytes a step must move / bandwidth."""
+    keys = ("kv_bytes", "step_bytes", "max_batch")
+    found: dict[str, Any] = {"batch": batch, "context": context}
+    found |= {"bandwidth": bandwidth, "gpu_memory": gpu_memory}
+    found |= {key: {"before": now[key], "after": then[key]} for key in keys}
+    found["tokens_per_second_ceiling"] = {
+        when: round(batch * bandwidth / option["step_bytes"], 1)
+        for when, option in (("before", now), ("after", then))
+    }
+    return found
+
+
+def _conversion(model: Description, after: int) -> dict[str, float]:
+    """Disk, memory and time of a conversion without calibration: it streams."""
+    return {
+        "disk_bytes": after,
+        "memory_bytes": model.largest + 64 * 2**20,
+        "seconds": round((model.total + after) / DISK_BYTES_PER_SECOND, 1),
+    }
+
+
+def training_memory(model: Description, decided: Plan, gpu_memory: float) -> dict[str, Any]:
+    """Device bytes of weights, gradients and AdamW state, for each parameter set, with a bf16 teacher.
+
+    Activations come on top. `fits` is the smallest number of equal devices among 1, 2, 4, 8 that hold
+    the state when it is sharded (FSDP; adapters are not), leaving a quarter for activations; 0 where 8 are
+    too few.
+    """
+    shapes = changed_shapes(model, decided)
+    count = {name: math.prod(shape) for name, shape in shapes.items()}
+    total = sum(count.values())
+    attention = kv = lora = 0
+    whole: set[str] = set()  # what no parameter set leaves frozen
+    for site in decided.sites:
+        for role, name in site.site.names.items():
+            if name not in count:
+                continue
+            attention += count[name]
+            if role.startswith(("k.", "v.", "qkv.")):
+                kv += count[name]
+                whole.add(name)
+            elif role.endswith(".weight") and len(shapes[name]) == 2:
+                lora += LORA_RANK * sum(shapes[name])
+    teacher = FROZEN_BYTES * sum(math.prod(shape) for shape in model.shapes.values())
+    vocabulary = text_config(model.config).get("vocab_size")
+    linear = {name for name, shape in shapes.items() if len(shape) == 2 and vocabulary not in shape}
+    saved = round((FROZEN_BYTES - QUANTISED_BYTES) * sum(count[name] for name in linear - whole))
+    trained = {"all": total, "attention": attention, "lora": kv + lora, "qlora": kv + lora}
+    sets: dict[str, dict[str, Any]] = {}
+    for name, number in trained.items():
+        state = TRAINED_BYTES * number + (FROZEN_BYTES * (total - number) if name != "all" else 0)
+        state -= saved if name == "qlora" else 0
+        need = state + teacher
+        devices = DEVICES if name in SHARDED else DEVICES[:1]
+        fits = next((n for n in devices if need / n <= 0.75 * gpu_memory), 0)
+        sets[name] = {
+            "trained_parameters": number,
+            "bytes": need,
+            "without_teacher": state,
+            "gpus": fits,
+            "most_gpus": devices[-1],
+        }
+    return {"gpu_memory": gpu_memory, "teacher_bytes": teacher, "sets": sets}

@@ -1,0 +1,308 @@
+"""`run`: a whole recipe, stage by stage, each done once: convert, evaluate, uptrain, evaluate, report."""
+
+from __future__ import annotations
+
+import logging
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from ..checkpoints.loading import load_config_json
+from ..config import FitRecipe, Recipe, check_training_words, load_recipe, parse_size, recipe_from_dict
+from ..conversion.checkpoint import convert
+from ..errors import UsageError
+from ..evaluation import evaluate
+from ..evaluation.gates import check_ratio, measure_gates, require
+from ..reconstruct import ReconstructConfig
+from ..report import becomes, headline, write_report
+from ..results import Result
+from ..uptraining import uptrain
+from .bench import bench, longest_context
+from .builtin import resolve_data, resolve_model
+from .dry_run import rehearse
+from .report_data import Outcome, build_report
+from .stages import Ledger, stamp, stamps
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class RunResult(Result):
+    """What a recipe gave.
+
+    Args:
+        output: Folder of everything.
+        stages: `name, status (done, skipped, planned), detail, seconds` of each stage.
+        models: Rows as in `evaluate`, each with its `role`.
+        headline: One sentence.
+        written: Files of the report.
+        notices: What the user should know.
+        next: What to do next.
+        dry_run: Nothing was done.
+    """
+
+    command: ClassVar[str] = "run"
+    output: str
+    stages: list[dict[str, Any]] = field(default_factory=list)
+    models: list[dict[str, Any]] = field(default_factory=list)
+    headline: str = ""
+    written: list[str] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
+    next: list[str] = field(default_factory=list)
+    dry_run: bool = False
+
+
+def run(
+    recipe: Recipe | str | Path | Mapping[str, Any],
+    *,
+    overrides: Sequence[str] = (),
+    dry_run: bool = False,
+    force: bool = False,
+) -> RunResult:
+    """Do a whole recipe. Doing it again skips what is finished and continues what was interrupted.
+
+    Args:
+        recipe: A `Recipe`, its file, or the same as plain data.
+        overrides: `section.key=value`, for a file.
+        dry_run: Check everything that can be checked without weights, and stop.
+        force: Replace checkpoints that another version of the recipe made.
+
+    Returns:
+        Stages, the table original / converted / uptrained, and the files written.
+
+    Raises:
+        UsageError, UnsupportedModelError: The recipe cannot be meant; nothing has been written.
+        GateError: `report.max_ppl_ratio` does not hold (after everything has been written).
+        CheckpointError, DataError, TrainingError: As the stages raise them.
+
+    Example:
+        >>> run("recipes/tiny.yaml", overrides=["uptrain.alpha=0.02"]).headline  # doctest: +SKIP
+    """
+    recipe = as_recipe(recipe, overrides)
+    check_recipe(recipe)
+    if dry_run:
+        stages, notices = rehearse(recipe)
+        return RunResult(recipe.output, stages, notices=notices, dry_run=True)
+    job = Job(recipe, Ledger(Path(recipe.output) / "stages", force))
+    return job.run()
+
+
+def as_recipe(recipe: Recipe | str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Recipe:
+    """A recipe from whatever form it was given in."""
+    if isinstance(recipe, Recipe):
+        return recipe
+    if isinstance(recipe, (str, Path)):
+        return load_recipe(recipe, overrides)
+    return recipe_from_dict(recipe)
+
+
+def check_recipe(recipe: Recipe) -> None:
+    """Check what every run needs.
+
+    Raises:
+        UsageError: A key is missing, or a word of `uptrain` is neither ours nor one of TrainingArguments.
+    """
+    needed: dict[str, Any] = {
+        "source": recipe.source,
+        "output": recipe.output,
+        "evaluate.data": recipe.evaluate.data,
+    }
+    check_ratio(recipe.report.max_ppl_ratio, "recipe: report.max_ppl_ratio")
+    if recipe.sweep is None:
+        needed["convert.groups"] = recipe.convert.groups
+    if recipe.uptrain is not None:
+        needed["uptrain.data"] = recipe.uptrain.data
+        check_training_words(recipe.uptrain.training_args)
+    for key, value in needed.items():
+        if value in ("", None, ()):
+            raise UsageError("missing", where=f"recipe: {key}", fix=f"add it, or --set {key}=…")
+
+
+@dataclass
+class Job:
+    """One recipe being done.
+
+    Args:
+        recipe: The recipe.
+        ledger: What is finished.
+        folder: Where checkpoints go; the recipe's output by default.
+        texts: Where built-in texts are written; inside `folder` by default.
+        trained: Name of the uptrained checkpoint.
+    """
+
+    recipe: Recipe
+    ledger: Ledger
+    folder: Path = field(default_factory=Path)
+    texts: Path = field(default_factory=Path)
+    trained: str = "uptrained"
+
+    def __post_init__(self) -> None:
+        if self.folder == Path():
+            self.folder = Path(self.recipe.output)
+        if self.texts == Path():
+            self.texts = self.folder / "text"
+        self.source = resolve_model(self.recipe.source)
+        self.original = stamp(self.source)
+
+    @property
+    def converted(self) -> Path:
+        """Folder of the converted checkpoint."""
+        return self.folder / "converted"
+
+    @property
+    def uptrained(self) -> Path:
+        """Folder of the uptrained checkpoint."""
+        return self.folder / self.trained
+
+    def run(self) -> RunResult:
+        """All stages, then the report and the gate."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / "recipe.yaml").write_text(self.recipe.to_yaml(), encoding="utf-8")
+        outcome = Outcome(self.recipe, self.source, convert=self.convert())
+        outcome.add(self.evaluate("evaluate", {"original": self.source, "converted": str(self.converted)}))
+        if self.recipe.uptrain is not None:
+            outcome.uptrain = self.uptrain()
+            models = {"original": self.source, "uptrained": str(self.uptrained)}
+            outcome.add(self.evaluate("evaluate-uptrained", models))
+        report = build_report(outcome, command())
+        final = self.converted if self.recipe.uptrain is None else self.uptrained
+        written = write_report(report, self.folder, self.recipe.report.formats, card=final)
+        result = RunResult(
+            str(self.folder),
+            self.ledger.stages,
+            outcome.models,
+            headline(report),
+            [str(path) for path in written],
+            outcome.notices,
+        )
+        result.write_json(self.folder / "result.json")
+        check_gate(self.recipe, outcome.models)
+        return result
+
+    def convert(self) -> dict[str, Any]:
+        """The converted checkpoint."""
+        words = self.recipe.convert.options()
+        words["calibration"] = resolve_data(self.recipe.convert.calibration, self.texts)
+        fit = words.pop("fit", FitRecipe()).options()
+        inputs = {
+            "source": self.original,
+            "convert": self._named(words),
+            "text": stamps(words["calibration"]),
+        }
+        groups = words.pop("groups")
+        if not words["calibration"]:
+            del words["calibration"]
+        if fit:
+            words["fit"] = ReconstructConfig(**fit)
+        if "max_shard_size" in words:
+            words["max_shard_size"] = parse_size(words["max_shard_size"])
+        if self.recipe.trust_remote_code:
+            words["trust_remote_code"] = True
+
+        def work(replace: bool) -> dict[str, Any]:
+            return convert(self.source, self.converted, groups, force=replace, **words).to_dict()
+
+        return self.ledger.stage("convert", inputs, work, _convert_detail, self.converted)
+
+    def evaluate(self, name: str, models: Mapping[str, str]) -> dict[str, Any]:
+        """Figures of some models, by role."""
+        words = self.recipe.evaluate.options()
+        data = resolve_data(words.pop("data"), self.texts)
+        if words.pop("agreement", False):
+            words["against"] = next(iter(models.values()))
+        words["trust_remote_code"] = self.recipe.trust_remote_code
+        inputs = {"evaluate": words, "text": stamps(data), "models": {r: stamp(p) for r, p in models.items()}}
+
+        def work(replace: bool) -> dict[str, Any]:
+            found = evaluate(list(models.values()), data, **words).to_dict()
+            for row, role in zip(found["models"], models, strict=True):
+                row["role"] = role
+            return found
+
+        return self.ledger.stage(name, inputs, work, _evaluate_detail)
+
+    def uptrain(self) -> dict[str, Any]:
+        """The uptrained checkpoint; an interrupted run continues where it was."""
+        assert self.recipe.uptrain is not None
+        words = self.recipe.uptrain.options()
+        further = words.pop("training_args", {})
+        data = resolve_data(words.pop("data"), self.texts)
+        inputs = {"uptrain": self._named(words | further), "converted": stamp(str(self.converted))}
+        inputs["text"] = stamps(data)
+        if "eval_data" in words:
+            words["eval_data"] = tuple(resolve_data(words["eval_data"], self.texts))
+        words |= {"force": self.ledger.force, "trust_remote_code": self.recipe.trust_remote_code}
+
+        def work(replace: bool) -> dict[str, Any]:
+            return uptrain(self.converted, self.uptrained, data, **words, **further).to_dict()
+
+        return self.ledger.stage(
+            self.trained.replace("uptrained", "uptrain"),
+            inputs,
+            work,
+            _uptrain_detail,
+            self.uptrained,
+            everywhere=True,
+        )
+
+    def bench(self, name: str, model: str) -> dict[str, Any]:
+        """Measured decode speed of a checkpoint, at the report's batch and context as far as the model reaches."""
+        batch, context = self.recipe.report.batch, self.recipe.report.context
+        context = min(context, longest_context(load_config_json(model)) or context)
+        inputs = {"batch": batch, "context": context, "model": stamp(model)}
+
+        def work(replace: bool) -> dict[str, Any]:
+            found = bench(model, batch=batch, context=context).models[0]
+            keys = ("tokens_per_second", "milliseconds_per_step")
+            return {"decode_context": context} | {f"decode_{key}": found[key] for key in keys}
+
+        return self.ledger.stage(
+            name, inputs, work, lambda r: f"{r['decode_milliseconds_per_step']:.3g} ms a step"
+        )
+
+    @staticmethod
+    def _named(words: Mapping[str, Any]) -> dict[str, Any]:
+        """Options without the names of texts: those count by content."""
+        return {key: value for key, value in words.items() if key not in ("calibration", "device")}
+
+
+def check_gate(recipe: Recipe, models: Sequence[Mapping[str, Any]]) -> None:
+    """`report.max_ppl_ratio` on the last model.
+
+    Raises:
+        GateError: It does not hold.
+    """
+    limit = recipe.report.max_ppl_ratio
+    if limit is not None:
+        require(measure_gates([models[0], models[-1]], max_ppl_ratio=limit))
+
+
+def command() -> str:
+    """What was typed, as far as this process knows."""
+    name = Path(sys.argv[0]).name
+    return shlex.join(["mha2gqa", *sys.argv[1:]]) if name in ("mha2gqa", "__main__.py") else ""
+
+
+def _convert_detail(result: Mapping[str, Any]) -> str:
+    heads, types = result["num_kv_heads"], result.get("reexpression")
+    kinds = f"{becomes(types['source_type'], types['target_type'])}, " if types else ""
+    return f"{kinds}{heads['before']} KV heads -> {heads['after']}, method {result['method']}"
+
+
+def _evaluate_detail(result: Mapping[str, Any]) -> str:
+    figures = (f"{row['role']} {_loss(row)}" for row in result["models"])
+    return f"loss ({result['protocol']}): {', '.join(figures)}"
+
+
+def _loss(row: Mapping[str, Any]) -> str:
+    loss = row["loss"]
+    return f"{loss:.4f}" if isinstance(loss, float) else f"{row['bits_per_byte']} bits/byte"
+
+
+def _uptrain_detail(result: Mapping[str, Any]) -> str:
+    budget = result["budget"]
+    alpha = f"alpha {budget['alpha']:.4g}" if budget.get("alpha") else "alpha unknown"
+    return f"{budget['tokens']:,} tokens in {budget['steps']:,} steps ({alpha})"

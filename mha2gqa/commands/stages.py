@@ -1,0 +1,169 @@
+"""What a job has finished, so that running it again skips it and a changed recipe is noticed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..errors import UsageError
+from ..uptraining.run_dir import changed_keys, checkpoint_stamp
+
+logger = logging.getLogger(__name__)
+POLL_SECONDS = 1.0
+
+
+def stamp(name: str) -> str:
+    """A fingerprint of a model or of data, cheap to take: contents are sampled, hub names stand for themselves."""
+    path = Path(name)
+    if path.is_dir() and (path / "config.json").exists():
+        return checkpoint_stamp(path)
+    if path.is_dir():
+        return _digest(sorted(p for p in path.rglob("*") if p.is_file()))
+    return _digest([path]) if path.is_file() else name
+
+
+def _digest(files: Sequence[Path]) -> str:
+    digest = hashlib.sha256()
+    for file in files:
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}".encode())
+        with file.open("rb") as handle:
+            digest.update(handle.read(1 << 20))
+            handle.seek(max(0, size - (1 << 20)))
+            digest.update(handle.read())
+    return digest.hexdigest()[:16]
+
+
+def stamps(names: Sequence[str]) -> dict[str, str]:
+    """`stamp` of every name."""
+    return {name: stamp(name) for name in names}
+
+
+@dataclass
+class Ledger:
+    """The finished stages of a job, one JSON file each.
+
+    Args:
+        folder: Where the files are.
+        force: Do stages again whose inputs have changed, replacing their checkpoints.
+        stages: What this run did, for the result.
+    """
+
+    folder: Path
+    force: bool = False
+    stages: list[dict[str, Any]] = field(default_factory=list)
+
+    def stage(
+        self,
+        name: str,
+        inputs: Mapping[str, Any],
+        work: Callable[[bool], dict[str, Any]],
+        detail: Callable[[Mapping[str, Any]], str],
+        product: Path | None = None,
+        everywhere: bool = False,
+    ) -> dict[str, Any]:
+        """Do a stage, or give back what it gave before.
+
+        Args:
+            name: Of the stage, also of its file.
+            inputs: All that its result depends on, as JSON data.
+            work: Does it; its result is JSON data. It is told whether what is there may be replaced: with
+                `force`, or where this very stage was begun before and never finished.
+            detail: One line about a result.
+            product: The checkpoint it makes. A finished stage with a product is never done over without
+                `force`; one without (an evaluation) is simply done again when its inputs change.
+            everywhere: Every process of a distributed job works; else the first works and the others wait.
+
+        Returns:
+            The result.
+
+        Raises:
+            UsageError: The product belongs to other inputs.
+        """
+        inputs = json.loads(json.dumps(inputs))
+        record = self._read(name)
+        if self._holds(record, inputs, product):
+            assert record is not None
+            self._note(name, "skipped", f"already done; {detail(record['result'])}", 0.0)
+            return record["result"]
+        if record is not None and product is not None and product.exists() and not self.force:
+            self._refuse(name, record, inputs, product)
+        began = time.monotonic()
+        if everywhere or _rank() == 0:
+            begun = self._read(f"{name}.begun")
+            replace = self.force or (begun is not None and begun["inputs"] == inputs)
+            if _rank() == 0:
+                self._write(f"{name}.begun", inputs, {}, None)
+            result = work(replace)
+            if _rank() == 0:
+                self._write(name, inputs, result, product)
+                self._path(f"{name}.begun").unlink()
+        else:
+            result = self._await(name, inputs, product)
+        self._note(name, "done", detail(result), time.monotonic() - began)
+        return result
+
+    def _holds(
+        self, record: Mapping[str, Any] | None, inputs: Mapping[str, Any], product: Path | None
+    ) -> bool:
+        if record is None or record["inputs"] != inputs:
+            return False
+        return product is None or (product.exists() and record["product"] == stamp(str(product)))
+
+    def _refuse(self, name: str, record: Mapping[str, Any], inputs: Mapping[str, Any], product: Path) -> None:
+        changes = "; ".join(changed_keys(_flat(record["inputs"]), _flat(inputs))) or "its files"
+        raise UsageError(
+            f"holds the stage {name} of another recipe (changed: {changes})",
+            where=product,
+            fix="choose another output, or --force to replace it",
+        )
+
+    def _note(self, name: str, status: str, detail: str, seconds: float) -> None:
+        self.stages.append({"name": name, "status": status, "detail": detail, "seconds": round(seconds, 1)})
+        logger.info("%s: %s", name, detail)
+
+    def _path(self, name: str) -> Path:
+        return self.folder / f"{name}.json"
+
+    def _read(self, name: str) -> dict[str, Any] | None:
+        try:
+            record = json.loads(self._path(name).read_text(encoding="utf-8"))
+        except (FileNotFoundError, ValueError):
+            return None
+        return (
+            record if isinstance(record, dict) and {"inputs", "result", "product"} <= record.keys() else None
+        )
+
+    def _write(self, name: str, inputs: Mapping[str, Any], result: Any, product: Path | None) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        made = None if product is None else stamp(str(product))
+        text = json.dumps({"inputs": inputs, "product": made, "result": result}, indent=1, ensure_ascii=False)
+        partial = self.folder / f"{name}.partial"
+        partial.write_text(text + "\n", encoding="utf-8")
+        partial.replace(self._path(name))
+
+    def _await(self, name: str, inputs: Mapping[str, Any], product: Path | None) -> dict[str, Any]:
+        while True:
+            record = self._read(name)
+            if self._holds(record, inputs, product):
+                assert record is not None
+                return record["result"]
+            time.sleep(POLL_SECONDS)
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def _flat(data: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested JSON data with dotted keys."""
+    if not isinstance(data, Mapping):
+        return {prefix.rstrip("."): data}
+    return {k: v for key, value in data.items() for k, v in _flat(value, f"{prefix}{key}.").items()}

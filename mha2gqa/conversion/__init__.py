@@ -1,0 +1,16 @@
+"""What a conversion learns from text before it writes: moments, groupings, and fitted modules."""
+
+from .calibrated import Calibrated, calibrate, convert_model
+from .inputs import Inputs, calibration_inputs
+from .options import WINDOW, CalibrationOptions, Stage
+
+__all__ = [
+    "WINDOW",
+    "Calibrated",
+    "CalibrationOptions",
+    "Inputs",
+    "Stage",
+    "calibrate",
+    "calibration_inputs",
+    "convert_model",
+]

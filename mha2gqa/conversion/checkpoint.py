@@ -1,0 +1,337 @@
+"""Convert a checkpoint: plan, stream, publish. The one module that knows all the others."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+from ..arch_conversion import Reexpressed, as_architecture, carry_tokenizer, written
+from ..checkpoints.reader import MANIFEST, Checkpoint, open_checkpoint, read_json
+from ..checkpoints.writer import (
+    NewTensor,
+    check_output,
+    check_space,
+    copy_side_files,
+    entry_nbytes,
+    plan_shards,
+    publish,
+    write_shards,
+    write_text,
+)
+from ..errors import CheckpointError, UnsupportedModelError
+from ..modeling import modeling_file
+from ..reconstruct import ReconstructConfig
+from ..results import Result
+from ..verification.background import Checker
+from ..verification.checks import failed
+from ..verification.tiny_random import Check, check_reexpression
+from . import WINDOW, Calibrated, CalibrationOptions, Stage, calibrate, convert_model
+from .in_memory import convert_state_dict
+from .plan import ATTENTION, Groupings, Plan, plan_conversion
+from .rewrite import SiteRewriter
+
+__all__ = ["ConvertResult", "convert", "convert_model", "convert_state_dict"]
+
+
+@dataclass
+class ConvertResult(Result):
+    """What `convert` did.
+
+    Args:
+        source: Folder or hub id, as given.
+        output: The folder written.
+        num_kv_heads: `{"before": K, "after": G}`.
+        method: Merging method used.
+        reexpression: `{"source_type": …, "target_type": …}` where the result has another architecture than
+            the source; empty where it has the same.
+        attention: Kinds of decoder attention whose heads are shared.
+        layers: Per attention module: path, grouping, residual, norm ratios, notes.
+        verification: The checks made on the finished folder.
+        warnings: What the user should know.
+        calibration: Text, tokens, losses on held-out calibration text, seconds per stage; empty without.
+    """
+
+    command: ClassVar[str] = "convert"
+    source: str
+    output: str
+    num_kv_heads: dict[str, int]
+    method: str
+    reexpression: dict[str, str] = field(default_factory=dict)
+    attention: list[str] = field(default_factory=list)
+    layers: list[dict[str, Any]] = field(default_factory=list)
+    verification: list[Check] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    calibration: dict[str, Any] = field(default_factory=dict)
+
+
+def convert(
+    source: str | Path,
+    out: str | Path,
+    groups: int,
+    *,
+    method: str | None = None,
+    calibration: Sequence[str] = (),
+    calibration_tokens: int = 524_288,
+    calibration_window: int = WINDOW,
+    text_column: str = "text",
+    statistics: str | None = None,
+    grouping: str | None = None,
+    groupings: Groupings | None = None,
+    refit: bool | None = None,
+    reconstruct: bool | None = None,
+    fit: ReconstructConfig | None = None,
+    as_: str = "auto",
+    attention: Sequence[str] | str = ATTENTION,
+    device: str = "auto",
+    seed: int = 0,
+    max_shard_size: int | None = None,
+    revision: str | None = None,
+    force: bool = False,
+    trust_remote_code: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+    stage: Stage | None = None,
+    checker: Checker | None = None,
+) -> ConvertResult:
+    """Write SOURCE with `groups` key/value heads to the folder OUT.
+
+    Args:
+        source: Checkpoint folder or hub id.
+        out: Folder to make; it appears only when complete and checked.
+        groups: KV heads G (the paper's GQA-G; not the group size).
+        method: `mean`, `first`, `random`, `align` or `joint`; None means `joint` with calibration text or
+            statistics, else `mean`.
+        calibration: Text to calibrate on: files, folders, globs, hub names.
+        calibration_tokens: How many tokens of it to use.
+        calibration_window: Tokens of a block.
+        text_column: Column of the text in JSONL and Parquet.
+        statistics: File of saved moments: used if it exists, else written.
+        grouping: `neighbours`, `search` (the default of `joint` and `align`) or a file of partitions.
+        groupings: Which KV heads share, by module path, instead of `grouping`.
+        refit: Closed-form refit of each output projection; on with calibration text.
+        reconstruct: Layer-local regression after that; on with calibration text.
+        fit: How hard those two try.
+        as_: `auto` writes a model whose class cannot hold fewer KV heads as one that computes the same and
+            can; `none` never does; a model type writes it as that one.
+        attention: Kinds of decoder attention to share (`self`, `cross`), of those the model has.
+        device: Where the model runs for calibration.
+        seed: For methods that draw numbers, and the order of calibration blocks.
+        max_shard_size: Bytes per output file; the source's files by default.
+        revision: Hub revision of SOURCE.
+        force: Replace an OUT that an earlier run of ours made.
+        trust_remote_code: Consent to code the source brings along, where calibration must run it.
+        progress: Called with `(bytes written, bytes in all)`.
+        stage: Called with the name of a calibration stage, what is done of it, and how much there is.
+        checker: What checks the result, if it has been started already.
+
+    Returns:
+        What was done, layer by layer, and every check on the result.
+
+    Raises:
+        UsageError, UnsupportedModelError: Options or model cannot be meant; nothing is written.
+        CheckpointError: The source is broken, or the result failed a check; nothing is published.
+
+    Example:
+        >>> convert("llama-2-7b", "llama-2-7b-gqa8", groups=8).num_kv_heads  # doctest: +SKIP
+        {'before': 32, 'after': 8}
+    """
+    out = Path(out)
+    original = open_checkpoint(source, revision)
+    check_output(original.path, out, force)
+    seen = as_architecture(original, groups, as_)
+    kinds = tuple(attention.split(",")) if isinstance(attention, str) else tuple(attention)
+    plan = plan_conversion(
+        seen.config,
+        seen.shapes,
+        groups,
+        method=method or ("joint" if calibration or statistics else "mean"),
+        groupings=groupings,
+        seed=seed,
+        attention=kinds,
+    )
+    check_dtypes(plan, seen)
+    check_space(out, seen.nbytes)
+    options = CalibrationOptions(
+        tuple(calibration),
+        calibration_tokens,
+        calibration_window,
+        text_column,
+        statistics,
+        grouping if groupings is None else "given",
+        refit,
+        reconstruct,
+        fit or ReconstructConfig(),
+        device,
+        seed,
+        trust_remote_code,
+        stage,
+    )
+    with written(seen, out, trust_remote_code) if calibration else nullcontext(seen) as checkpoint:
+        calibrated = calibrate(checkpoint, plan, options)
+        job = _Job(str(source), original, seen, out, force, trust_remote_code)
+        return _publish(job, checkpoint, calibrated, max_shard_size, progress, checker)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """From where to where.
+
+    Args:
+        source: As given.
+        original: The checkpoint there.
+        seen: The same, as the architecture of the result.
+        out: The folder to make.
+        force: Whether it may replace one of ours.
+        trust_remote_code: Consent to code of the source.
+    """
+
+    source: str
+    original: Checkpoint
+    seen: Checkpoint
+    out: Path
+    force: bool
+    trust_remote_code: bool
+
+
+def _publish(
+    job: _Job,
+    checkpoint: Checkpoint,
+    calibrated: Calibrated,
+    max_shard_size: int | None,
+    progress: Callable[[int, int], None] | None,
+    checker: Checker | None,
+) -> ConvertResult:
+    """Stream the new checkpoint beside OUT, check it, and let it appear only if it holds."""
+    plan, rewriters = calibrated.plan, calibrated.rewriters
+    new = {
+        name: NewTensor(checkpoint.tensors[name].dtype, r.shapes[role], partial(r.take, role))
+        for r in rewriters
+        for role, name in r.names.items()
+    }
+    shards = plan_shards(checkpoint, new, [name for r in rewriters for name in r.lost], max_shard_size)
+    total = sum(entry_nbytes(entry) for shard in shards for entry in shard.entries.values())
+    done = 0
+
+    def advance(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        if progress:
+            progress(done, total)
+
+    with nullcontext(checker) if checker else Checker() as checking, publish(job.out, job.force) as folder:
+        checking.expect(plan.config, plan.source)
+        write_shards(checkpoint, shards, folder, advance)
+        copy_side_files(job.original, folder)
+        write_config(folder, plan)
+        move_alignment_heads(folder, plan)
+        names = [name for shard in shards for name in shard.entries]
+        checks = [*checking.check(folder, names), *_reexpression_checks(job, folder)]
+        if broken := failed(checks):
+            raise CheckpointError(
+                f"the result failed its check: {broken}", where=job.out, fix="nothing was published"
+            )
+        result = ConvertResult(
+            job.source,
+            str(job.out),
+            dict(zip(("before", "after"), plan.num_kv_heads, strict=True)),
+            plan.method,
+            job.seen.found.summary if isinstance(job.seen, Reexpressed) else {},
+            list(plan.attention),
+            [r.report for r in rewriters if r.report],
+            checks,
+            [
+                *plan.warnings,
+                *_notes(job.seen),
+                *calibrated.warnings,
+                *_merging_notes(rewriters),
+                *_pooling_warnings(rewriters),
+            ],
+            calibrated.about,
+        )
+        write_manifest(folder, result, job.original, plan)
+    return result
+
+
+def _notes(seen: Checkpoint) -> list[str]:
+    return [seen.found.sentence, *seen.found.notes] if isinstance(seen, Reexpressed) else []
+
+
+def _reexpression_checks(job: _Job, folder: Path) -> list[Check]:
+    """Another architecture must compute the same, and the tokenizer must read as before under its name."""
+    if not isinstance(job.seen, Reexpressed):
+        return []
+    tokenizer = carry_tokenizer(job.original.path, folder, job.trust_remote_code)
+    return [check_reexpression(job.original.config, job.seen.found), Check("tokenizer", *tokenizer)]
+
+
+def write_config(folder: Path, plan: Plan) -> None:
+    """Write config.json, and beside it the modelling code that the result needs, if any."""
+    config = plan.config
+    if plan.export is not None:
+        shutil.copyfile(modeling_file(plan.export), folder / plan.export.file)
+        tokenizer = folder / "tokenizer_config.json"
+        named = tokenizer.exists() and "tokenizer_class" in json.loads(tokenizer.read_text(encoding="utf-8"))
+        if not named and "tokenizer_class" not in config:
+            config = {**config, "tokenizer_class": plan.export.tokenizer}
+    write_text(folder / "config.json", json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+
+
+def move_alignment_heads(folder: Path, plan: Plan) -> None:
+    """Let generation_config.json name the heads that tell word times by their new numbers (Whisper)."""
+    path = folder / "generation_config.json"
+    raw = read_json(path) if path.exists() else {}
+    pairs = raw.get("alignment_heads")
+    if pairs and (moved := plan.moved(pairs)) != pairs:
+        text = json.dumps(raw | {"alignment_heads": moved}, indent=2, ensure_ascii=False)
+        write_text(path, text + "\n")
+
+
+def check_dtypes(plan: Plan, checkpoint: Checkpoint) -> None:
+    """Refuse packed or 8-bit projections.
+
+    Raises:
+        UnsupportedModelError: An attention tensor is not stored as ordinary floating point.
+    """
+    for site in plan.sites:
+        for name in site.site.names.values():
+            dtype = checkpoint.tensors[name].dtype
+            if dtype not in ("F64", "F32", "F16", "BF16"):
+                raise UnsupportedModelError(
+                    f"stored as {dtype}: a quantised checkpoint",
+                    where=name,
+                    fix="convert the full-precision model",
+                )
+
+
+def _merging_notes(rewriters: Sequence[SiteRewriter]) -> list[str]:
+    """What merging could not use and why, once for all modules of which it is true."""
+    found = Counter(note for r in rewriters if r.report for note in r.report["notes"])
+    return [f"{note} ({count} of {len(rewriters)} modules)" for note, count in found.items()]
+
+
+def _pooling_warnings(rewriters: Sequence[SiteRewriter]) -> list[str]:
+    ratios = [r.report["norm_ratio"]["k"] for r in rewriters if r.report and r.plan.method == "mean"]
+    if ratios and min(ratios) < 0.6:
+        return [
+            f"pooled keys keep only {min(ratios):.2f} to {max(ratios):.2f} of a head's norm: the heads of a group "
+            "are nearly unrelated and cancel; calibrated merging (--calibration TEXT) or --method joint loses far less"
+        ]
+    return []
+
+
+def write_manifest(folder: Path, result: ConvertResult, checkpoint: Checkpoint, plan: Plan) -> None:
+    """Write `mha2gqa.json`: everything needed to say where this checkpoint comes from."""
+    manifest = result.to_dict() | {
+        "source_revision": checkpoint.revision,
+        "source_path": str(checkpoint.path.resolve()),
+        "seed": plan.seed,
+        "grouping": {site.site.path: [list(group) for group in site.grouping] for site in plan.sites},
+    }
+    del manifest["output"]
+    write_text(folder / MANIFEST, json.dumps(manifest, indent=2, ensure_ascii=False) + "\n")

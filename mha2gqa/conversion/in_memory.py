@@ -1,0 +1,136 @@
+"""Convert models and state dicts that are in memory already."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..architectures import AttentionSpec, config_changes, find_spec
+from ..modeling import exported_class, register
+from .plan import ATTENTION, Groupings, Plan, plan_for_spec
+from .rewrite import SiteRewriter
+
+
+def convert_state_dict(
+    state_dict: Mapping[str, Tensor],
+    spec: AttentionSpec,
+    groups: int,
+    *,
+    num_heads: int,
+    head_dim: int | None = None,
+    method: str = "mean",
+    groupings: Groupings | None = None,
+    seed: int = 0,
+) -> dict[str, Tensor]:
+    """Convert a model of your own, described by its own spec.
+
+    Args:
+        state_dict: Name -> tensor.
+        spec: Where its attention is (`modules`, `q`, `k`, `v`, `o`, layout, positions).
+        groups: KV heads G to reach.
+        num_heads: Query heads H.
+        head_dim: Width of a head; rows of q over H where None.
+        method: A key of `MERGERS`.
+        groupings: Which heads share, by module path; neighbours by default.
+        seed: For methods that draw numbers.
+
+    Returns:
+        A new dict; tensors that do not change are the same objects.
+
+    Example:
+        >>> spec = AttentionSpec(modules=(("self", "blocks.{layer}.attn"),), q="q_linear", k="k_linear",
+        ...                      v="v_linear", o="o_linear")
+        >>> new = convert_state_dict(model.state_dict(), spec, 2, num_heads=8)  # doctest: +SKIP
+    """
+    config: dict[str, Any] = {spec.heads_key: num_heads}
+    if head_dim is not None:
+        config[spec.head_dim_key] = head_dim
+    shapes = {name: tuple(x.shape) for name, x in state_dict.items()}
+    plan = plan_for_spec(spec, config, shapes, groups, method, groupings, seed, ATTENTION)
+    return _rewritten([SiteRewriter(plan, s, shapes, state_dict.__getitem__) for s in plan.sites], state_dict)
+
+
+def _rewritten(rewriters: Sequence[SiteRewriter], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """`state` with every module's new tensors in place of the old."""
+    out = dict(state)
+    for rewriter in rewriters:
+        out |= {name: rewriter.take(role) for role, name in rewriter.names.items()}
+        for name in rewriter.lost:
+            del out[name]
+    return out
+
+
+def plan_model(
+    model: Any,
+    groups: int,
+    method: str,
+    groupings: Groupings | None,
+    seed: int,
+    attention: Sequence[str] = ATTENTION,
+) -> Plan:
+    """The conversion of a live model: tensor names are those of its state dict."""
+    config = json.loads(model.config.to_json_string(use_diff=False))
+    shapes = {name: tuple(x.shape) for name, x in model.state_dict().items()}
+    spec = find_spec(config).in_memory()
+    return plan_for_spec(spec, config, shapes, groups, method, groupings, seed, attention)
+
+
+def assemble(model: Any, plan: Plan, rewriters: Sequence[SiteRewriter], state: Mapping[str, Tensor]) -> Any:
+    """A converted copy of `model`: its class, or the one exported where the stock class has no KV heads.
+
+    Args:
+        model: The original, left as it is.
+        plan: From `plan_model`.
+        rewriters: One per attention module of `plan`.
+        state: The original's state dict.
+    """
+    new = _rewritten(rewriters, state)
+    if plan.export is not None:
+        register(plan.config)
+        made = _rebuild(exported_class(plan.config), plan.config, model, new)
+        if pairs := getattr(made.generation_config, "alignment_heads", None):
+            made.generation_config.alignment_heads = plan.moved(pairs)
+        return made
+    if plan.num_kv_heads[0] == plan.num_kv_heads[1]:
+        return rebuild(model, {}, new)
+    num_heads = plan.sites[0].geometry.num_heads
+    return rebuild(model, config_changes(plan.spec, plan.source, num_heads, plan.num_kv_heads[1]), new)
+
+
+def rebuild(model: Any, changes: Mapping[tuple[str, ...], Any], state: Mapping[str, Tensor]) -> Any:
+    """A model of the same class under a changed config, holding copies of `state`."""
+    config = copy.deepcopy(model.config)
+    for (*parents, key), value in changes.items():
+        node = config
+        for parent in parents:
+            node = node[parent] if isinstance(node, dict) else getattr(node, parent)
+        setattr(node, key, value)
+    return _filled(type(model), config, model, state)
+
+
+def _rebuild(model_class: Any, raw: Mapping[str, Any], model: Any, state: Mapping[str, Tensor]) -> Any:
+    """A model of another class under a raw config, holding copies of `state`."""
+    config = model_class.config_class.from_dict({k: v for k, v in raw.items() if k != "auto_map"})
+    config._attn_implementation = model.config._attn_implementation
+    return _filled(model_class, config, model, state)
+
+
+def _filled(model_class: Any, config: Any, model: Any, state: Mapping[str, Tensor]) -> Any:
+    with torch.device("meta"):
+        new = model_class(config)
+    new.load_state_dict({name: x.detach().clone() for name, x in state.items()}, assign=True, strict=True)
+    buffers = dict(model.named_buffers())  # those that are not saved (RoPE tables) do not depend on K
+    for name, buffer in list(new.named_buffers()):
+        if buffer.is_meta:
+            owner, _, leaf = name.rpartition(".")
+            new.get_submodule(owner).register_buffer(leaf, buffers[name].clone(), persistent=False)
+    if hasattr(new, "tie_weights"):
+        new.tie_weights()
+    if hasattr(model, "generation_config"):
+        new.generation_config = copy.deepcopy(model.generation_config)
+    return new.eval()

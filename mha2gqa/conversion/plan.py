@@ -1,0 +1,297 @@
+"""What a conversion will do, decided from the config and the shapes; nothing is read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from .. import heads
+from ..architectures import (
+    AttentionSite,
+    AttentionSpec,
+    Geometry,
+    config_changes,
+    find_sites,
+    find_spec,
+    kv_heads_before,
+    lookup,
+    plan_groups,
+)
+from ..architectures import geometry as site_geometry
+from ..checkpoints.reader import edit_config
+from ..errors import UnsupportedModelError, UsageError
+from ..merging import MERGERS
+from ..modeling import Export, find_export
+from ..modeling import config_changes as export_changes
+
+if TYPE_CHECKING:
+    pass
+
+ATTENTION = ("self", "cross")  # kinds of decoder attention whose heads are shared
+Groupings = Mapping[str, heads.Grouping]  # by site path
+
+
+@dataclass(frozen=True)
+class Site:
+    """One attention module and what becomes of it."""
+
+    site: AttentionSite
+    geometry: Geometry
+    grouping: tuple[tuple[int, ...], ...]
+
+    @property
+    def kept(self) -> bool:
+        """Whether the module stays as it is."""
+        return len(self.grouping) == self.geometry.num_kv_heads and not self.reordered
+
+    @property
+    def reordered(self) -> bool:
+        """Whether query heads move."""
+        return [h for group in self.grouping for h in group] != list(range(self.geometry.num_kv_heads))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All decisions of a conversion; no tensor has been read.
+
+    Args:
+        spec: The architecture.
+        sites: Every attention module.
+        num_kv_heads: `(before, after)`.
+        config: The raw config to write.
+        source: The raw config of the source, its KV heads stated.
+        method: Merging method.
+        warnings: What the user should know before converting.
+        attention: Kinds of attention whose heads are shared.
+        export: The modelling code that must travel with the result; None where transformers has it.
+    """
+
+    spec: AttentionSpec
+    sites: tuple[Site, ...]
+    num_kv_heads: tuple[int, int]
+    config: dict[str, Any]
+    source: dict[str, Any]
+    method: str
+    seed: int = 0
+    warnings: tuple[str, ...] = ()
+    attention: tuple[str, ...] = ("self",)
+    export: Export | None = None
+
+    def regrouped(self, groupings: Groupings) -> Plan:
+        """The same conversion with other heads sharing."""
+        sites = tuple(
+            replace(s, grouping=_grouping(s.site, s.geometry, len(s.grouping), groupings)) for s in self.sites
+        )
+        check_order(self.spec, sites)
+        return replace(self, sites=sites)
+
+    def moved(self, pairs: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Where query heads of cross-attention lie once those that share are neighbours.
+
+        Args:
+            pairs: `(layer, query head)` in the source, such as `alignment_heads` of a Whisper model.
+        """
+        orders = {
+            s.site.layer: heads.query_order(s.grouping, s.geometry.num_heads // s.geometry.num_kv_heads)
+            for s in self.sites
+            if s.site.kind == "cross"
+        }
+        return [
+            [layer, orders[layer].index(head) if head in orders.get(layer, ()) else head]
+            for layer, head in pairs
+        ]
+
+
+def plan_sites(
+    spec: AttentionSpec, config: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]
+) -> list[tuple[AttentionSite, Geometry]]:
+    """Every attention module with its head counts, all checked against the config.
+
+    Raises:
+        UnsupportedModelError: No attention module is found.
+        CheckpointError: Tensors and config disagree, or attention layers are missing.
+    """
+    sites = find_sites(spec, shapes)
+    if not sites:
+        find_export(config)  # which says it better where the decoder is missing
+        raise UnsupportedModelError(
+            "no attention projections under the expected names",
+            where=f"model_type {config.get('model_type')!r}",
+            fix="this is not a checkpoint as transformers saves it",
+        )
+    return [(site, site_geometry(spec, config, site, shapes)) for site in sites]
+
+
+def plan_conversion(
+    config: Mapping[str, Any],
+    shapes: Mapping[str, Sequence[int]],
+    groups: int,
+    *,
+    method: str = "mean",
+    groupings: Groupings | None = None,
+    seed: int = 0,
+    attention: Sequence[str] = ATTENTION,
+) -> Plan:
+    """Decide everything about a conversion from the config and the tensor shapes alone.
+
+    Args:
+        config: Raw `config.json`.
+        shapes: Shape by tensor name.
+        groups: KV heads G to reach; must divide the current number.
+        method: A key of `MERGERS`.
+        groupings: Which heads share, by module path; neighbours where absent.
+        seed: For methods that draw numbers.
+        attention: Kinds of decoder attention to share, of those the model has.
+
+    Raises:
+        UnsupportedModelError, UsageError, CheckpointError: Before anything is written.
+    """
+    quantised = config.get("quantization_config")
+    if quantised:
+        name = quantised.get("quant_method", "unknown method") if isinstance(quantised, dict) else quantised
+        raise UnsupportedModelError(
+            f"quantised checkpoint ({name})",
+            where="config.json",
+            fix="convert the full-precision model first",
+        )
+    return plan_for_spec(find_spec(config), config, shapes, groups, method, groupings, seed, attention)
+
+
+def plan_for_spec(
+    spec: AttentionSpec,
+    config: Mapping[str, Any],
+    shapes: Mapping[str, Sequence[int]],
+    groups: int,
+    method: str,
+    groupings: Groupings | None,
+    seed: int,
+    attention: Sequence[str] = ATTENTION,
+) -> Plan:
+    """`plan_conversion` for a spec that is already known."""
+    if method not in MERGERS:
+        raise UsageError(f"no method {method!r}", where="--method", fix=f"choose one of {', '.join(MERGERS)}")
+    export = find_export(config)
+    found = plan_sites(spec, config, shapes)
+    targets = _targets(spec, config, found, groups, attention)
+    sites = tuple(
+        Site(site, geometry, _grouping(site, geometry, target, groupings))
+        for (site, geometry), target in zip(found, targets, strict=True)
+    )
+    check_order(spec, sites)
+    shared = [s for s in sites if s.site.kind in attention]
+    before = kv_heads_before(spec, config, [s.geometry for s in shared])
+    num_heads = shared[0].geometry.num_heads
+    changes = config_changes(spec, config, num_heads, groups)
+    if export is not None:  # stock classes ignore the key (Whisper's takes it for another): ours only
+        heads_of = {s.site.kind: len(s.grouping) for s in sites}
+        changes = {} if groups == before else export_changes(config, heads_of)
+    notes = _notes(spec, config, num_heads, (before, groups), changes)
+    if export is not None and changes:
+        notes.append(
+            f"transformers has no KV-head count for this type: {export.file} goes with the result, which loads "
+            "with trust_remote_code=True (mha2gqa itself runs its own copy and needs no consent)"
+        )
+    kinds = tuple(kind for kind in ATTENTION if any(s.site.kind == kind for s in shared))
+    source = dict(config)
+    if (
+        export is None
+        and spec.kv_heads_keys
+        and lookup(spec.text_config(config), spec.kv_heads_keys[0]) is None
+        and not spec.variants
+    ):
+        source = edit_config(config, {(*spec.config_path, *spec.kv_heads_keys[0].split(".")): before})
+    new = edit_config(config, changes)
+    travels = export if changes else None
+    return Plan(spec, sites, (before, groups), new, source, method, seed, tuple(notes), kinds, travels)
+
+
+def check_order(spec: AttentionSpec, sites: Sequence[Site]) -> None:
+    """Refuse groupings that move heads where that would change the model.
+
+    Raises:
+        UsageError: Heads are tied to their places (ALiBi), or must move in all layers alike (T5).
+    """
+    first: dict[str, Site] = {}
+    for site in sites:
+        freedom = spec.permutable_of(site.site.kind)
+        if freedom == "never" and site.reordered:
+            raise UsageError(
+                "heads are tied to their places here (ALiBi slopes)",
+                where=f"--grouping {site.site.path}",
+                fix="let neighbours share",
+            )
+        other = first.setdefault(site.site.kind, site)
+        if freedom == "model" and site.grouping != other.grouping:
+            raise UsageError(
+                f"not the grouping of {other.site.path}, but all layers share one position bias per head",
+                where=f"--grouping {site.site.path}",
+                fix="give all layers the same grouping",
+            )
+
+
+def _targets(
+    spec: AttentionSpec,
+    config: Mapping[str, Any],
+    found: Sequence[tuple[AttentionSite, Geometry]],
+    groups: int,
+    attention: Sequence[str],
+) -> list[int]:
+    """KV heads each module gets; one whose kind is not in `attention` keeps its own."""
+    if not attention or set(attention) - set(ATTENTION):
+        raise UsageError(
+            f"{', '.join(attention) or 'nothing'} is no choice",
+            where="--attention",
+            fix="try self, cross or both",
+        )
+    geometries = [geometry for site, geometry in found if site.kind in attention]
+    if not geometries:
+        have = " and ".join(sorted({site.kind for site, _ in found}))
+        raise UsageError(
+            f"the decoder has only {have} attention", where="--attention", fix="leave the option out"
+        )
+    shared = iter(plan_groups(spec, config, geometries, groups))
+    return [next(shared) if site.kind in attention else g.num_kv_heads for site, g in found]
+
+
+def _notes(
+    spec: AttentionSpec,
+    config: Mapping[str, Any],
+    num_heads: int,
+    num_kv_heads: tuple[int, int],
+    changes: Mapping[tuple[str, ...], Any],
+) -> list[str]:
+    """What the user should know before converting."""
+    before, groups = num_kv_heads
+    notes = [spec.note] if spec.note else []
+    target = spec.target(num_heads, groups)
+    if target is not None and target.note:
+        notes.append(target.note)
+    if groups == before:
+        notes.append(f"the model already has {groups} KV heads: none are shared")
+    if ("pretraining_tp",) in changes:
+        notes.append("pretraining_tp is set to 1: sliced projections would count the wrong heads")
+    keys = () if spec.variants else spec.kv_heads_keys
+    if changes and keys and lookup(spec.text_config(config), keys[0]) is None:
+        notes.append(f"{keys[0]} was absent: {before} KV heads are read off the tensors")
+    return notes
+
+
+def _grouping(
+    site: AttentionSite, geometry: Geometry, groups: int, groupings: Groupings | None
+) -> tuple[tuple[int, ...], ...]:
+    if groupings is None:
+        return heads.neighbours(geometry.num_kv_heads, groups)
+    try:
+        grouping = tuple(tuple(int(h) for h in group) for group in groupings[site.path])
+    except KeyError:
+        raise UsageError(f"no entry for {site.path}", where="--grouping", fix="list every module") from None
+    size = geometry.num_kv_heads // groups
+    whole = sorted(h for group in grouping for h in group) == list(range(geometry.num_kv_heads))
+    if not whole or [len(group) for group in grouping] != [size] * groups:
+        raise UsageError(
+            f"not {groups} groups of {size} that hold each head once",
+            where=f"--grouping {site.path}",
+            fix="write G lists of equal length",
+        )
+    return grouping

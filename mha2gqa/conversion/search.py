@@ -1,0 +1,123 @@
+"""Which heads share in every module of a model, within what its architecture allows."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import heads
+from ..calibration import Statistics
+from ..checkpoints.loading import resolve_device
+from ..merging.grouping import evaluations, read_groupings, search
+from ..merging.sharing import Sharing, sharing
+from .options import CalibrationOptions
+from .plan import Groupings, Plan, Site
+from .rewrite import check_finite, site_context
+
+Facts = dict[str, dict[str, Any]]  # module path -> further fields of its report
+Read = Callable[[str], Tensor]
+Found = tuple[heads.Grouping, dict[str, float]]  # and what neighbours would lose, by module path
+
+
+def grouped(
+    plan: Plan, read: Read, statistics: Statistics | None, options: CalibrationOptions
+) -> tuple[Plan, Facts]:
+    """`plan` with the groupings the options ask for, and what a search gained.
+
+    Args:
+        plan: With neighbours.
+        read: Tensor name -> tensor.
+        statistics: Moments, if there are any.
+        options: `grouping` is what counts.
+    """
+    how = options.how(plan)
+    if how in ("neighbours", "given"):
+        return plan, {}
+    if how != "search":
+        counts = {s.site.path: (s.geometry.num_kv_heads, len(s.grouping)) for s in plan.sites}
+        return plan.regrouped(read_groupings(how, counts)), {}
+    groupings, facts = _searched(plan, read, statistics, options)
+    return plan.regrouped(groupings), facts
+
+
+def _searched(
+    plan: Plan, read: Read, statistics: Statistics | None, options: CalibrationOptions
+) -> tuple[Groupings, Facts]:
+    """The best groupings found: one for each module, or one for all where heads may only move together."""
+    found: dict[str, heads.Grouping] = {s.site.path: s.grouping for s in plan.sites}
+    facts: Facts = {}
+    together: dict[tuple[str, int, int], list[tuple[Site, Sharing]]] = {}
+    jobs: list[Future[Found]] = []
+
+    def search_later(members: list[tuple[Site, Sharing]]) -> None:
+        jobs.append(pool.submit(_search, plan.method, members, options.seed))
+
+    with _threads() as pool:
+        for site in plan.sites:
+            count, groups = site.geometry.num_kv_heads, len(site.grouping)
+            freedom = plan.spec.permutable_of(site.site.kind)
+            if groups in (1, count) or freedom == "never":
+                continue
+            problem = _problem(plan, site, read, statistics, options).costs_only()
+            if freedom == "model":
+                together.setdefault((site.site.kind, count, groups), []).append((site, problem))
+            else:
+                search_later([(site, problem)])
+        for members in together.values():
+            search_later(members)
+        for done, job in enumerate(jobs):
+            options.say("grouping", done, len(jobs))
+            best, residuals = job.result()
+            for path, residual in residuals.items():
+                found[path], facts[path] = best, {"residual_neighbours": residual}
+    return found, facts
+
+
+@contextmanager
+def _threads() -> Iterator[ThreadPoolExecutor]:
+    """One search per core: a small eigenproblem does not gain from several."""
+    own = torch.get_num_threads()
+    workers = max(1, min(own, os.cpu_count() or 1))
+    try:
+        with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            yield pool
+    finally:
+        torch.set_num_threads(own)
+
+
+def _problem(
+    plan: Plan, site: Site, read: Read, statistics: Statistics | None, options: CalibrationOptions
+) -> Sharing:
+    """What sharing costs in one module."""
+    device = resolve_device(options.device)
+    tensors = {role: read(name).to(device) for role, name in site.site.names.items()}
+    check_finite(site, tensors)
+    weights = heads.split(plan.spec, site.geometry, tensors)
+    context = site_context(plan, site, tensors, statistics)
+    return sharing(weights, context, "full" if plan.method == "joint" else "rigid")
+
+
+def _search(method: str, members: list[tuple[Site, Sharing]], seed: int) -> Found:
+    """The grouping of least summed cost of modules that must keep one order."""
+    site, problems = members[0][0], [problem for _, problem in members]
+    groups = len(site.grouping)
+    size = site.geometry.num_kv_heads // groups * site.geometry.head_dim
+    pairs = torch.stack([problem.pairs() for problem in problems]).sum(0).numpy()
+    # Procrustes costs are slow iterations; its authors search on sums of pairs alone, and so do we.
+    budget = max(24, evaluations(size) // len(problems)) if method == "joint" else 0
+    known: dict[tuple[int, ...], list[float]] = {}  # neighbours are asked for again at the end
+
+    def costs(group: tuple[int, ...]) -> list[float]:
+        if group not in known:
+            known[group] = [problem.cost(group) for problem in problems]
+        return known[group]
+
+    best = search(pairs, lambda group: sum(costs(group)), groups, budget=budget, seed=seed)
+    each = [sum(lost) / 2 for lost in zip(*map(costs, site.grouping), strict=True)]  # see Sharing.residual
+    return best, {member.site.path: lost for (member, _), lost in zip(members, each, strict=True)}

@@ -1,0 +1,57 @@
+"""A fitted module as its checkpoint stores it: names, fused projections and transposes of the files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from torch import Tensor
+
+from .. import heads
+from ..architectures import AttentionSpec
+from ..heads import Geometry
+from .plan import Plan
+from .rewrite import SiteRewriter, role_template
+
+
+def result_spec(spec: AttentionSpec, plan: Plan) -> AttentionSpec:
+    """The spec of the converted model: another fused layout, for some targets."""
+    site = plan.sites[0]
+    target = spec.target(site.geometry.num_heads, plan.num_kv_heads[1])
+    return spec if target is None else replace(spec, layout=target.layout)
+
+
+def as_stored(
+    spec: AttentionSpec,
+    live: Plan,
+    source: SiteRewriter,
+    state: Mapping[str, Tensor],
+    roles: Mapping[str, str],
+) -> dict[str, Tensor]:
+    """The tensors of one attention module of a fitted model, by the roles of its checkpoint.
+
+    Args:
+        spec: The checkpoint's.
+        live: The conversion of the model in memory.
+        source: What rewrote the module there.
+        state: The fitted model's state dict.
+        roles: Role -> name of the module's tensors on disk.
+    """
+    g = source.site.geometry
+    after = Geometry(g.num_heads, len(source.site.grouping), g.head_dim, g.value_dim)
+    names = {role: name for role, name in source.site.site.names.items() if name in state}
+    own = result_spec(live.spec, live)
+    weights = heads.split(own, after, {role: state[name] for role, name in names.items()})
+    # A class may call what belongs to heads otherwise than the files do; both know it in the same order.
+    mine, theirs = (
+        [extra.name for extra in described.extras if extra.name in set(map(role_template, present))]
+        for described, present in ((own, names), (spec, roles))
+    )
+    stored = dict(zip(mine, theirs, strict=True))
+    weights = replace(
+        weights,
+        kv_extras={stored.get(n, n): x for n, x in weights.kv_extras.items()},
+        query_extras={stored.get(n, n): x for n, x in weights.query_extras.items()},
+    )
+    shared = {role: state[name] for role, name in names.items() if role.split(".")[0] in live.spec.qk_norm}
+    return heads.unsplit(spec, weights) | shared

@@ -1,0 +1,173 @@
+"""Documents to token ids, several texts at a time on all cores, with a measure of the text they stand for."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..errors import DataError
+from . import Document
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+ENCODE_DOCUMENTS, ENCODE_CHARACTERS = 64, 1 << 15  # one call of the tokenizer gets at most about this much,
+FIRST_CHARACTERS = 1 << 13  # … and this much at first: the model waits for the first few documents
+ENCODE_THREADS = 8  # at most
+
+# Whether a character is white space; all beyond the last of these are not.
+SPACES = np.array([chr(i).isspace() for i in range(0x3002)])
+
+
+def word_starts(text: str) -> np.ndarray:
+    """Which characters begin a word, as `str.split` sees them: bool `[len(text)]`."""
+    narrow = text.isascii()
+    stored = text.encode("ascii" if narrow else "utf-32-le", "surrogatepass")
+    codes = np.frombuffer(stored, dtype=np.uint8 if narrow else "<u4")
+    starts = ~SPACES.take(codes, mode="clip")  # not a space, …
+    starts[1:] &= ~starts[:-1].copy()  # … and after one
+    return starts
+
+
+@dataclass
+class Encoded:
+    """Token ids of a document, and how much of its text each prefix of them stands for.
+
+    `bytes_words(i)` must be called with rising `i`: it walks the text once.
+    """
+
+    ids: np.ndarray  # int32 [n], no special tokens
+    text: str
+    source: str
+    starts: np.ndarray  # which characters begin a word
+    char_end: Callable[[int], int]  # token index -> end of its characters in the text
+    _at: tuple[int, int, int] = (0, 0, 0)  # (character, bytes, words) reached
+
+    def start_from(self, size: int, words: int) -> None:
+        """Count on from the text of earlier documents."""
+        self._at = (0, size, words)
+
+    def bytes_words(self, count: int) -> tuple[int, int]:
+        """UTF-8 bytes of the text of the first `count` tokens, and words that begin in it."""
+        start, size, words = self._at
+        end = 0 if count == 0 else len(self.text) if count >= len(self.ids) else self.char_end(count - 1)
+        if end > start:
+            part = self.text[start:end].encode("utf-8", "surrogatepass")
+            begun = int(np.count_nonzero(self.starts[start:end]))
+            self._at = (end, size + len(part), words + begun)
+        return self._at[1], self._at[2]
+
+    @property
+    def fields(self) -> int:
+        r"""What `re.split(r"\s+", text)` gives: an empty field where the text begins or ends with a space."""
+        inner = int(np.count_nonzero(self.starts))
+        return max(1, inner + self.text[:1].isspace() + self.text[-1:].isspace())
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, documents: Iterable[Document]) -> Iterator[Encoded]:
+    """Tokenise documents without special tokens, in order, a bounded number ahead of what is drawn.
+
+    Python threads share the work, whether or not the tokenizer's own are switched on
+    (`TOKENIZERS_PARALLELISM`): the first few documents are there early, and none waits for a long one.
+    """
+    tokenizer("a", add_special_tokens=False, verbose=False)  # undoes stored padding and truncation, once
+    waiting: deque[Future[list[Encoded]]] = deque()
+    threads = encode_threads(tokenizer)
+    with ThreadPoolExecutor(threads, thread_name_prefix="tokenise") as pool:
+        try:
+            for future in _submit(pool, tokenizer, documents):
+                waiting.append(future)
+                if len(waiting) > threads:
+                    yield from waiting.popleft().result()
+            while waiting:
+                yield from waiting.popleft().result()
+        finally:
+            for future in waiting:
+                future.cancel()
+
+
+def encode_threads(tokenizer: PreTrainedTokenizerBase) -> int:
+    """How many threads tokenise at once.
+
+    One for a tokenizer written in Python, which gains by no more, and for one of translation models,
+    which sets itself to the source language at every call.
+    """
+    from transformers import PreTrainedTokenizerBase
+
+    switch = "_switch_to_input_mode"
+    switches = getattr(type(tokenizer), switch, None) is not getattr(PreTrainedTokenizerBase, switch, None)
+    if switches or not getattr(tokenizer, "is_fast", False):
+        return 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(ENCODE_THREADS, cores)
+
+
+def _submit(
+    pool: ThreadPoolExecutor, tokenizer: PreTrainedTokenizerBase, documents: Iterable[Document]
+) -> Iterator[Future[list[Encoded]]]:
+    """Documents under way; one that cannot be read fails in its turn, after all before it."""
+    try:
+        for batch in _batches(documents):
+            yield pool.submit(_encode, tokenizer, batch)
+    except DataError as error:
+        failed: Future[list[Encoded]] = Future()
+        failed.set_exception(error)
+        yield failed
+
+
+def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    batch: list[Document] = []
+    held, read = 0, 0
+    for document in documents:
+        if document.messages is not None:
+            raise DataError(
+                "the column holds chat messages, not text",
+                where=document.source,
+                fix="name a column of plain text with --text-column",
+            )
+        batch.append(document)
+        held += len(document.text)
+        room = min(ENCODE_CHARACTERS, max(FIRST_CHARACTERS, read // ENCODE_THREADS))
+        if len(batch) == ENCODE_DOCUMENTS or held >= room:
+            yield batch
+            batch, held, read = [], 0, read + held
+    if batch:
+        yield batch
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, documents: list[Document]) -> list[Encoded]:
+    """One call of the tokenizer."""
+    encoding = tokenizer(
+        [d.text for d in documents],
+        add_special_tokens=False,
+        return_attention_mask=False,
+        return_token_type_ids=False,
+        verbose=False,
+    )
+    encoded = []
+    for row, document in enumerate(documents):
+        ids = np.array(encoding["input_ids"][row], dtype=np.int32)
+        end = _char_end(tokenizer, encoding, row, ids)
+        encoded.append(Encoded(ids, document.text, document.source, word_starts(document.text), end))
+    return encoded
+
+
+def _char_end(
+    tokenizer: PreTrainedTokenizerBase, encoding: object, row: int, ids: np.ndarray
+) -> Callable[[int], int]:
+    fast = getattr(encoding, "encodings", None)
+    if not fast:  # a slow tokenizer keeps no offsets: measure what the prefix decodes to
+        return lambda i: len(tokenizer.decode(ids[: i + 1], skip_special_tokens=True))
+    one = fast[row]
+
+    def end(index: int) -> int:
+        span = one.token_to_chars(index)
+        return 0 if span is None else span[1]  # a special token stands for no text
+
+    return end

@@ -1,0 +1,283 @@
+"""The protocols: which tokens a model sees, and which of them are scored.
+
+Each protocol turns documents into `Window`s. Within one call every scored token is a target once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from ..data import Document, bos_id, eos_id, span_corruption
+from ..data.encoding import encode
+from ..errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Window:
+    """One sequence a model sees: it reads `ids[:-1]` and is scored on `ids[first + 1:]`.
+
+    Args:
+        ids: int32 `[n + 1]`.
+        first: Index of the first scored target, counted from `ids[1]`; those before are context.
+        unit: Number of the document (or block) it belongs to; units are what is resampled.
+        source: Where the unit comes from, `file:line`.
+        bytes: UTF-8 bytes of the text its scored tokens stand for.
+        words: Words that begin in that text.
+        documents: Documents read so far, this one included.
+        encoder: int32 `[m]`, what the encoder reads; `ids` are then the decoder's (start token first).
+    """
+
+    ids: np.ndarray
+    first: int
+    unit: int
+    source: str
+    bytes: int = 0
+    words: int = 0
+    documents: int = 0
+    encoder: np.ndarray | None = None
+
+    @property
+    def scored(self) -> int:
+        """Number of scored targets."""
+        return len(self.ids) - 1 - self.first
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a protocol needs to know.
+
+    Args:
+        window: Inputs a model sees at once, BOS included.
+        stride: New tokens per window (`window` protocol only).
+        bos: Id of the BOS, or None for none.
+        max_tokens: Stop after this many scored tokens.
+        config: The model's raw config (`span-corruption` reads how its decoder starts).
+    """
+
+    window: int
+    stride: int
+    bos: int | None = None
+    max_tokens: int | None = None
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _prefix(token: int | None) -> np.ndarray:
+    """int32 ids of one token, or of none."""
+    return np.array([] if token is None else [token], dtype=np.int32)
+
+
+def _too_short(there: int, needed: int, limit: int | None) -> DataError:
+    if there >= needed:
+        return DataError(
+            f"{limit} tokens are less than one block", where="--max-tokens", fix="raise it or lower --window"
+        )
+    return DataError(
+        f"the text has {there} tokens, one block needs {needed}",
+        where="--data",
+        fix="give more text or lower --window",
+    )
+
+
+# --- protocols -----------------------------------------------------------------------------------------
+
+
+def blocks(
+    tokenizer: PreTrainedTokenizerBase, documents: Iterable[Document], settings: Settings
+) -> Iterator[Window]:
+    """Documents, each between BOS (if used) and end-of-text, joined and cut; the last part is dropped."""
+    size, eos = settings.window, eos_id(tokenizer)
+    head, tail = _prefix(settings.bos), _prefix(eos)
+    left = None if settings.max_tokens is None else settings.max_tokens // size
+    if left == 0:
+        raise _too_short(size + 1, size + 1, settings.max_tokens)
+    stream = np.empty(0, dtype=np.int32)  # ids from the first input of the next block on
+    source, unit, total = "", 0, 0
+    mark: tuple[int, int] | None = None  # (bytes, words) of the text up to and with stream[0]
+    read = (0, 0)  # (bytes, words) of the documents read so far
+    for number, document in enumerate(encode(tokenizer, documents), 1):
+        before = len(stream)
+        source = source if before > 1 else document.source
+        stream = np.concatenate([stream, head, document.ids, tail])
+        total += len(stream) - before
+        skipped = before + len(head)  # ids of the stream before the document's own
+        document.start_from(*read)
+        mark = mark or document.bytes_words(1 - len(head))
+        start = 0
+        while start + size < len(stream) and (left is None or unit < left):
+            ids = stream[start : start + size + 1]
+            reached = document.bytes_words(max(0, start + size + 1 - skipped))
+            text = (reached[0] - mark[0], reached[1] - mark[1])
+            yield Window(ids, 0, unit, source, *text, number)
+            mark, start, unit, source = reached, start + size, unit + 1, document.source
+        if left is not None and unit >= left:
+            return
+        read = document.bytes_words(len(document.ids))
+        stream = stream[start:].copy()
+    if unit == 0:
+        raise _too_short(total, size + 1, settings.max_tokens)
+
+
+def window(
+    tokenizer: PreTrainedTokenizerBase, documents: Iterable[Document], settings: Settings
+) -> Iterator[Window]:
+    """Per document, a window that moves by `stride`; only tokens no earlier window scored are scored.
+
+    Without BOS the document's first token has no context and is not scored. With BOS every window
+    starts with it, and it is never scored itself.
+    """
+    left = settings.max_tokens
+    head = _prefix(settings.bos)
+    size = settings.window - len(head)  # document tokens among the inputs
+    skipped = 1 - len(head)  # leading tokens without context
+    for unit, document in enumerate(encode(tokenizer, documents)):
+        ids = document.ids
+        if left is not None and len(ids) - skipped > left:
+            ids = ids[: left + skipped]
+        mark = document.bytes_words(skipped)
+        done, begin = skipped, 0  # tokens scored so far; first token of the window
+        while done < len(ids):
+            end = min(begin + size + 1, len(ids))
+            seen = np.concatenate([head, ids[begin:end]])
+            reached = document.bytes_words(end)
+            new = end - done
+            text = (reached[0] - mark[0], reached[1] - mark[1])
+            yield Window(seen, len(seen) - 1 - new, unit, document.source, *text, unit + 1)
+            mark, done, begin = reached, end, begin + settings.stride
+        if left is not None:
+            left -= max(0, len(ids) - skipped)
+            if left <= 0:
+                return
+
+
+def wikitext2(
+    tokenizer: PreTrainedTokenizerBase, documents: Iterable[Document], settings: Settings
+) -> Iterator[Window]:
+    """The literature's figure: rows joined by blank lines, cut in blocks of `window` tokens.
+
+    A block's first token is not scored; BOS stands once, at the start of the text.
+    """
+    rows = list(documents)
+    joined = "\n\n".join(row.text for row in rows)
+    source = rows[0].source if rows else ""
+    (document,) = encode(tokenizer, [Document(joined, source)])
+    head = _prefix(settings.bos)
+    ids, size = np.concatenate([head, document.ids]), settings.window
+    count = len(ids) // size
+    if settings.max_tokens is not None:
+        count = min(count, settings.max_tokens // (size - 1))
+    if count == 0:
+        raise _too_short(len(ids), size, settings.max_tokens)
+    for unit in range(count):
+        begin = unit * size
+        mark = document.bytes_words(max(0, begin + 1 - len(head)))
+        reached = document.bytes_words(begin + size - len(head))
+        text = (reached[0] - mark[0], reached[1] - mark[1])
+        yield Window(ids[begin : begin + size], 0, unit, source, *text, len(rows))
+
+
+def rolling(
+    tokenizer: PreTrainedTokenizerBase, documents: Iterable[Document], settings: Settings
+) -> Iterator[Window]:
+    """lm-eval's `loglikelihood_rolling`: every token scored once, the first one after BOS (else EOS).
+
+    Windows do not overlap, but the last of a document is filled up with context to `window` inputs.
+    Words are counted as lm-eval counts them.
+    """
+    head = _prefix(settings.bos if settings.bos is not None else eos_id(tokenizer))
+    left, size = settings.max_tokens, settings.window
+    for unit, document in enumerate(encode(tokenizer, documents)):
+        ids = np.concatenate([head, document.ids])
+        if left is not None and len(ids) - 1 > left:
+            ids = ids[: left + 1]
+        whole = len(ids) == len(document.ids) + 1
+        done, mark = 0, (0, 0)
+        while done < len(ids) - 1:
+            end = min(done + size, len(ids) - 1)  # targets are ids[done + 1 : end + 1]
+            begin = max(0, end - size) if done else 0
+            reached = document.bytes_words(end)
+            if whole and end == len(ids) - 1:
+                reached = (reached[0], document.fields)
+            text = (reached[0] - mark[0], reached[1] - mark[1])
+            yield Window(ids[begin : end + 1], done - begin, unit, document.source, *text, unit + 1)
+            mark, done = reached, end
+        if left is not None:
+            left -= len(ids) - 1
+            if left <= 0:
+                return
+
+
+def span_corruption_blocks(
+    tokenizer: PreTrainedTokenizerBase, documents: Iterable[Document], settings: Settings
+) -> Iterator[Window]:
+    """For encoder-decoders: blocks of `window` tokens of text, corrupted as in T5's pretraining.
+
+    Every target is scored: sentinels, the tokens of the spans, the end. Block i is always corrupted
+    alike, whatever the batch size. Bytes and words are those of the block's whole text.
+    """
+    made = span_corruption(tokenizer, settings.config, settings.window)
+    limit = settings.max_tokens
+    if limit is not None:
+        limit = limit // made.target_length * settings.window
+    for item in blocks(tokenizer, documents, replace(settings, max_tokens=limit)):
+        encoder, targets = made(item.ids[None, :-1], [item.unit])
+        ids = np.concatenate([[made.start], targets[0]]).astype(np.int32)
+        yield replace(item, ids=ids, encoder=encoder[0].astype(np.int32))
+
+
+Protocol = Callable[["PreTrainedTokenizerBase", Iterable[Document], Settings], Iterator[Window]]
+
+# Those whose windows carry what an encoder reads are also named in `SEQ2SEQ`.
+SPAN_CORRUPTION: Final = "span-corruption"  # the protocol of encoder-decoders
+PROTOCOLS: dict[str, Protocol] = {
+    "blocks": blocks,
+    "window": window,
+    "wikitext2": wikitext2,
+    "rolling": rolling,
+    SPAN_CORRUPTION: span_corruption_blocks,
+}
+SEQ2SEQ = frozenset({SPAN_CORRUPTION})
+
+
+def choose_bos(tokenizer: PreTrainedTokenizerBase, protocol: str, policy: str) -> int | None:
+    """The BOS id that a protocol will use, or None.
+
+    Args:
+        tokenizer: A transformers tokenizer.
+        protocol: A name of `PROTOCOLS`; `rolling` always starts with a BOS where the tokenizer has one.
+        policy: `auto` (use it where the tokenizer's own post-processor does), `always`, `never`.
+
+    Raises:
+        DataError: `always`, and the tokenizer has none.
+    """
+    if policy == "always" and tokenizer.bos_token_id is None:
+        raise DataError("the tokenizer has no BOS token", where="--bos always", fix="use --bos auto")
+    if policy == "never":
+        return None
+    if policy == "always" or protocol == "rolling":
+        return tokenizer.bos_token_id
+    return bos_id(tokenizer)
+
+
+def describe_bos(tokenizer: PreTrainedTokenizerBase, protocol: str, bos: int | None) -> str:
+    """One line for reports: where a BOS stands and whether it is scored."""
+    if protocol == "rolling":
+        token = bos if bos is not None else tokenizer.eos_token_id
+        name = tokenizer.convert_ids_to_tokens(token)
+        kind = "BOS" if bos is not None else "EOS, for want of a BOS"
+        return f"{name} ({kind}) before each document, not scored"
+    if bos is None:
+        return "none"
+    name = tokenizer.convert_ids_to_tokens(bos)
+    return {
+        "blocks": f"{name} before each document, scored like any token",
+        SPAN_CORRUPTION: f"{name} before each document, part of the text",
+        "window": f"{name} starts every window, never scored",
+        "wikitext2": f"{name} once, at the start of the text, not scored",
+    }.get(protocol, f"{name} as the protocol {protocol} places it")

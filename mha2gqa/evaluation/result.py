@@ -1,0 +1,214 @@
+"""What `evaluate` is asked, what it returns, and the gates on it. Torch-free."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from ..results import Result
+from .bootstrap import Interval, PairedTest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+Progress = Callable[[str, int], None]  # (model, tokens scored so far)
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model in memory, to be evaluated without a folder.
+
+    Args:
+        name: What to call it.
+        model: A model of transformers.
+        tokenizer: Its tokenizer.
+    """
+
+    name: str
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+
+
+Subject = str | Path | LoadedModel
+
+
+@dataclass(frozen=True)
+class EvaluateConfig:
+    """Everything `evaluate` can be told.
+
+    Args:
+        models: Folders, Hub ids or `LoadedModel`s; the first is what the others are compared to, unless
+            `against` names another.
+        data: Text, as `read_documents` takes it.
+        text_column: Key or column of the text.
+        protocol: `window`, `blocks`, `wikitext2` or `rolling`; encoder-decoders are scored by
+            `span-corruption`, also where no protocol is named.
+        window: Inputs a model sees at once. None: 2,048 or the models' context if shorter (`rolling`: the
+            context, as lm-eval).
+        stride: New tokens per window of the `window` protocol; None for half a window.
+        batch_size: Full windows per forward pass (more of shorter ones).
+        max_tokens: Score at most this many tokens.
+        dtype: `auto` or a name; the same for every model.
+        device: `auto`, `cpu`, `cuda`, …
+        against: The original: the other models' agreement with it is measured, which costs a second
+            forward pass and holds two models at once.
+        trust_remote_code: Run code that a model folder brings along.
+        bos: `auto` (where the tokenizer's own post-processor puts one), `always` or `never`.
+        seed: Of the bootstrap.
+        worst: How many of the worst documents to list.
+        tasks: lm-eval tasks to run as well: names, or YAML files of local tasks.
+        task_limit: At most so many examples of each.
+    """
+
+    models: Subject | Sequence[Subject]
+    data: Any
+    text_column: str = "text"
+    protocol: Literal["blocks", "window", "wikitext2", "rolling", "span-corruption"] = "window"
+    window: int | None = None
+    stride: int | None = None
+    batch_size: int = 8
+    max_tokens: int | None = None
+    dtype: Any = "auto"
+    device: Any = "auto"
+    against: Subject | None = None
+    trust_remote_code: bool = False
+    bos: Literal["auto", "always", "never"] = "auto"
+    seed: int = 0
+    worst: int = 10
+    tasks: Sequence[str] = ()
+    task_limit: int | None = None
+
+    @property
+    def subjects(self) -> list[Subject]:
+        """The models in order, but first of all the one to compare `against`."""
+        one = isinstance(self.models, str | Path | LoadedModel)
+        listed: list[Subject] = [self.models] if one else list(self.models)  # type: ignore[list-item, arg-type]
+        if self.against is None:
+            return listed
+        same = [i for i, subject in enumerate(listed) if _key(subject) == _key(self.against)]
+        first = listed.pop(same[0]) if same else self.against
+        return [first, *listed]
+
+
+def name_of(subject: Subject) -> str:
+    """What a model is called in results."""
+    return subject.name if isinstance(subject, LoadedModel) else str(subject)
+
+
+def _key(subject: Subject) -> str:
+    """Equal for one folder however its path is spelled."""
+    return name_of(subject) if isinstance(subject, LoadedModel) else os.path.normpath(subject)
+
+
+@dataclass(frozen=True)
+class PositionLoss:
+    """Mean loss of the tokens predicted from `low` to `high` tokens of context (both included)."""
+
+    low: int
+    high: int
+    tokens: int
+    loss: float
+
+
+@dataclass(frozen=True)
+class WorstDocument:
+    """A document on which a model lost most against the other, per token."""
+
+    source: str
+    tokens: int
+    loss: float
+    loss_against: float
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Where a model and the original part.
+
+    Args:
+        against: The original.
+        kl_positions: KL by context length; its `loss` is the KL.
+        attention_error: Per attention module, |o - o'|² / |o|² of its output in the running models
+            (deviations of earlier layers included), on the first few windows.
+    """
+
+    against: str
+    kl_positions: list[PositionLoss] = field(default_factory=list)
+    attention_error: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class ModelResult:
+    """One model's figures. Loss is nats per token; None where models cannot be compared by it.
+
+    Args:
+        path: Folder, Hub id or name.
+        loss, perplexity: Token-weighted; None when the models' tokenizers differ.
+        bits_per_byte, byte_perplexity, word_perplexity: Of the scored text.
+        tokens, bytes, words: What was scored.
+        kv_bytes_per_token: From the config, in the stored dtype.
+        confidence: 95 % interval of the loss (of bits per byte when tokenizers differ).
+        paired: Test against the first model (or `against`).
+        kl: Mean KL(original || model), nats per token, where `against` was given.
+        top1_agreement: Fraction of tokens where both rank the same token first, likewise.
+        agreement: Where they part, likewise.
+        positions: Loss by length of context.
+        worst: Documents on which it lost most.
+        tasks: lm-eval's metrics by task, if asked.
+        sha256: Of the token ids it saw.
+        parameters: Number of parameters.
+        seconds, tokens_per_second: Of scoring, loading excluded.
+    """
+
+    path: str
+    loss: float | None
+    perplexity: float | None
+    bits_per_byte: float
+    tokens: int
+    kv_bytes_per_token: int | None
+    byte_perplexity: float
+    word_perplexity: float
+    bytes: int
+    words: int
+    sha256: str
+    parameters: int
+    seconds: float
+    tokens_per_second: float
+    confidence: Interval | None = None
+    paired: PairedTest | None = None
+    kl: float | None = None
+    top1_agreement: float | None = None
+    agreement: Agreement | None = None
+    positions: list[PositionLoss] = field(default_factory=list)
+    worst: list[WorstDocument] = field(default_factory=list)
+    tasks: dict[str, dict[str, float]] = field(default_factory=dict)
+
+
+@dataclass
+class EvaluateResult(Result):
+    """What `evaluate` found.
+
+    Args:
+        protocol: Name of the protocol; it belongs beside every figure.
+        settings: Window, stride, batch size, dtype, device, BOS policy, token limit.
+        data: Paths, documents, tokens, bytes, words and the SHA-256 of the token ids.
+        models: One entry per model.
+        comparison: `tokens`, or `bits_per_byte` when tokenizers differ (then only that is comparable).
+        notices: What the reader must know.
+    """
+
+    command: ClassVar[str] = "evaluate"
+    protocol: str
+    settings: dict[str, Any]
+    data: dict[str, Any]
+    models: list[ModelResult]
+    comparison: Literal["tokens", "bits_per_byte"] = "tokens"
+    notices: list[str] = field(default_factory=list)
+
+
+def exp(value: float) -> float:
+    """`e ** value`, inf where it overflows."""
+    return math.exp(value) if value < 709 else value if math.isnan(value) else math.inf

@@ -1,0 +1,290 @@
+"""Oracles on a small random model with the very config of a checkpoint: the stock class judges our layouts."""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import heads
+from ..arch_conversion import Reexpression
+from ..arch_conversion import plan as plan_reexpression
+from ..architectures import AttentionSpec, find_sites, find_spec, geometry, lookup
+from ..errors import Mha2gqaError
+from ..merging import MERGERS, MergeContext
+from ..modeling import exported_class, find_export
+
+_WIDTH, _LAYERS, _VOCAB = 8, 2, 96
+_SMALL = {
+    "vocab_size": _VOCAB, "decoder_vocab_size": _VOCAB, "vocab_size_per_layer_input": _VOCAB,
+    "intermediate_size": 32, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "ffn_dim": 32,
+    "n_inner": 32, "ffn_hidden_size": 32, "d_ff": 32, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32,
+    "word_embed_proj_dim": 32, "num_mel_bins": 8, "max_position_embeddings": 64, "n_positions": 64,
+    "max_seq_len": 64, "max_source_positions": 8, "max_target_positions": 64, "initializer_range": 0.3,
+}  # fmt: skip
+_WIDTHS = ("hidden_size", "d_model", "n_embd")
+_ENCODER_LAYERS = ("num_layers", "encoder_layers")  # beside the spec's own key
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check: its name, whether it held (None: not made, `detail` says why)."""
+
+    name: str
+    ok: bool | None
+    detail: str
+
+
+def _unbuildable() -> tuple[type[Exception], ...]:
+    """What a class may raise for sizes or inputs it cannot take."""
+    # Not above: it loads an HTTP client, which converting does not need.
+    from huggingface_hub.errors import StrictDataclassError
+
+    return (
+        RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError, AssertionError, ImportError,
+        ZeroDivisionError, StrictDataclassError,
+    )  # fmt: skip
+
+
+def model_class(config: Mapping[str, Any]) -> Any:
+    """The class named by the config: stock or exported by us; None for any other code."""
+    import transformers
+
+    if (exported := exported_class(config)) is not None:
+        return exported
+    if "auto_map" in config:
+        return None
+    names = config.get("architectures") or []
+    return next((getattr(transformers, name) for name in names if hasattr(transformers, name)), None)
+
+
+def _stock_class(config: Mapping[str, Any], source: Mapping[str, Any]) -> Any:
+    """The class of the source: for a result with exported code, the stock class that the code stands for."""
+    import transformers
+
+    export = find_export(config)
+    if export is None or exported_class(config) is None or exported_class(source) is not None:
+        return model_class(source)
+    return getattr(transformers, export.stock[0])
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """No log lines and no progress bars from transformers inside the block."""
+    from transformers.utils import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def twin_config(spec: AttentionSpec, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The (text) config with its head counts kept and everything else made small."""
+    text = json.loads(json.dumps(spec.text_config(config)))
+    num_heads, layers = lookup(text, spec.heads_key), text.get(spec.layers_key)
+    text |= {key: value for key, value in _SMALL.items() if key in text}
+    text |= dict.fromkeys([k for k in _WIDTHS if k in text] or _WIDTHS[:1], num_heads * _WIDTH)
+    for key in {spec.head_dim_key, *(v.head_dim_key for v in spec.variants)} & text.keys():
+        text[key] = None if text[key] is None else _WIDTH
+    text |= dict.fromkeys([k for k in _ENCODER_LAYERS if k in text] + [spec.layers_key], _LAYERS)
+    if "encoder_attention_heads" in text:
+        text["encoder_attention_heads"] = num_heads
+    for key, value in text.items():
+        if isinstance(value, list) and len(value) == layers:
+            text[key] = value[:_LAYERS]
+        if key.endswith("_token_id") and value is not None:
+            text[key] = 1 if text.get("is_encoder_decoder") else 0
+    text.pop("quantization_config", None)
+    return text
+
+
+def check_twin(config: Mapping[str, Any], source: Mapping[str, Any] | None = None) -> Check:
+    """Run the oracles on random weights in a small model of the very config.
+
+    A random GQA model is expanded to the MHA model it must equal: outputs agree, and pooling that MHA
+    model gives the GQA tensors back bit for bit. This catches a wrong head order, axis or fused layout.
+    Of a model with a text model inside, the text model alone is built.
+
+    Args:
+        config: Raw config of the converted checkpoint.
+        source: Raw config of the source; the same where only one model is at hand.
+    """
+    name = "twin oracles"
+    source = config if source is None else source
+    cls, wide_cls = model_class(config), _stock_class(config, source)
+    if cls is None or wide_cls is None:
+        return Check(name, None, "not checked: no stock class of the installed transformers")
+    try:
+        # Eager for exported code: stock umT5 of transformers 5.17 looks ahead under SDPA.
+        attention = None if exported_class(config) is None else "eager"
+        few, many = (_twin(c, raw, attention) for c, raw in ((cls, config), (wide_cls, source)))
+        inputs = _inputs(few[1])
+        for twin in (few, many):
+            _run(twin[2], inputs)
+    except _unbuildable() as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        return Check(name, None, f"not checked: no small twin of {cls.__name__} can be run ({reason})")
+    try:
+        return _oracles(few, many, inputs)
+    except Mha2gqaError as error:
+        return Check(name, False, str(error))
+
+
+def check_reexpression(source: Mapping[str, Any], found: Reexpression) -> Check:
+    """Hold a re-expression against the source's own class, on a small random model of the very config.
+
+    Both must give the same logits. This catches a wrong layout, row order or config key.
+
+    Args:
+        source: Raw config of the source.
+        found: How it is written as another architecture.
+    """
+    name = "re-expression"
+    cls = model_class(source)
+    if cls is None:
+        return Check(name, None, f"not checked: transformers has no class for {found.source_type} models")
+    try:
+        small = _small_source(source)
+        original: Any = build_twin(cls, small)
+        if original.get_output_embeddings() is None:
+            return Check(name, None, f"not checked: {cls.__name__} has no logits")
+        ids = _inputs(small)
+        right = _run(original, ids)
+    except _unbuildable() as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        return Check(name, None, f"not checked: no small twin of {cls.__name__} can be run ({reason})")
+    state = original.state_dict()
+    try:
+        again = plan_reexpression(small, state, None, found.target_type)
+        assert again is not None, found
+        result = build_twin(model_class(again.config), again.config)
+        made = {
+            new: recipe.make(*(state[x] for x in recipe.sources)) for new, recipe in again.recipes.items()
+        }
+        missing, unexpected = result.load_state_dict(made, strict=False)
+        if unexpected or set(missing) - {"lm_head.weight"}:  # absent where tied
+            return Check(name, False, f"missing {sorted(missing)}, unexpected {sorted(unexpected)}")
+        got = _run(result, ids)
+    except (Mha2gqaError, RuntimeError, ValueError) as error:
+        return Check(name, False, str(error).splitlines()[0])
+    difference = float((got - right).abs().max() / right.std())
+    return Check(name, difference <= 1e-4, f"both classes' logits differ by {difference:.1e} of their spread")
+
+
+def _small_source(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A small config of a model that has no entry in the table of its own."""
+    heads_key, layers_key = (
+        next(key for key in keys if key in config)
+        for keys in (("num_attention_heads", "n_head"), ("num_hidden_layers", "n_layer"))
+    )
+    spec = AttentionSpec(heads_key=heads_key, layers_key=layers_key)
+    small = twin_config(spec, config)
+    if isinstance(small.get("rotary_dim"), int):
+        small["rotary_dim"] = _WIDTH // 2
+    if small.get("word_embed_proj_dim") is not None:
+        small["word_embed_proj_dim"] = small["hidden_size"]
+    return small
+
+
+Twin = tuple[AttentionSpec, Mapping[str, Any], torch.nn.Module]
+
+
+def _twin(cls: Any, config: Mapping[str, Any], attention: str | None) -> Twin:
+    """A small random model, its (text) config, and the spec that describes them."""
+    spec = find_spec(config).in_memory()
+    small = twin_config(spec, config)
+    inside = bool(spec.config_path)
+    # Nothing leads to the text model's config any more: it is all there is.
+    return replace(spec, config_path=()), small, build_twin(cls, small, attention, inside)
+
+
+def build_twin(
+    cls: Any, config: Mapping[str, Any], attention: str | None = None, inside: bool = False
+) -> torch.nn.Module:
+    """A random model whose every weight matters: matrices of unit gain, biases and norms off their defaults.
+
+    Args:
+        cls: The checkpoint's class.
+        config: Raw config.
+        attention: Attention implementation; the class's choice where None.
+        inside: Whether `config` is that of a text model inside a larger one: `cls` is not used then.
+    """
+    from transformers import AutoConfig, AutoModel
+
+    with quiet(), torch.random.fork_rng(devices=[]), tempfile.TemporaryDirectory() as folder:
+        torch.manual_seed(0)
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        built = (AutoConfig if inside else cls.config_class).from_pretrained(folder)
+        built._attn_implementation = attention
+        model = (AutoModel.from_config(built) if inside else cls(built)).float().eval()
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape)
+            wide = parameter.dim() > 1
+            parameter.data = noise / math.sqrt(parameter.shape[-1]) if wide else parameter.data + 0.1 * noise
+    return model
+
+
+def _inputs(config: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Tokens, and for an encoder-decoder what its encoder reads."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, _VOCAB, (2, 12), generator=generator)
+    if not config.get("is_encoder_decoder"):
+        return {"input_ids": ids}
+    if config.get("num_mel_bins") is not None:
+        frames = 2 * config["max_source_positions"]
+        features = torch.randn(2, config["num_mel_bins"], frames, generator=generator)
+        return {"input_features": features, "decoder_input_ids": ids}
+    return {"input_ids": ids.flip(1), "decoder_input_ids": ids}
+
+
+def _run(model: torch.nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
+    """Logits, or hidden states of a text model without a head."""
+    with torch.no_grad():
+        out = model(**inputs, use_cache=False)
+    return out.logits if "logits" in out else out.last_hidden_state
+
+
+def _oracles(few: Twin, many: Twin, inputs: Mapping[str, Tensor]) -> Check:
+    """The model with many KV heads receives the other's, repeated."""
+    (spec, config, narrow), (wide_spec, wide_config, wide) = few, many
+    state, expanded = narrow.state_dict(), wide.state_dict()
+    wide_shapes = {name: tuple(x.shape) for name, x in expanded.items()}
+    expanded |= {name: x for name, x in state.items() if name in expanded and x.shape == expanded[name].shape}
+    shapes = {name: tuple(x.shape) for name, x in state.items()}
+    sites, wide_sites = find_sites(spec, state), find_sites(wide_spec, wide_shapes)
+    for site, wide_site in zip(sites, wide_sites, strict=True):
+        tensors = {role: state[name] for role, name in site.names.items()}
+        now = geometry(spec, config, site, shapes)
+        before = geometry(wide_spec, wide_config, wide_site, wide_shapes).num_kv_heads
+        weights = heads.expand(heads.split(spec, now, tensors), before, spec)
+        wide_roles = heads.unsplit(wide_spec, weights)
+        expanded |= {name: wide_roles[role] for role, name in wide_site.names.items() if role in wide_roles}
+        grouping = heads.neighbours(before, now.num_kv_heads)
+        pooled = MERGERS["mean"](weights, grouping, MergeContext(wide_spec, 0)).weights
+        for role, x in heads.unsplit(wide_spec, pooled).items():
+            if role in tensors and not torch.equal(x, tensors[role]):
+                return Check(
+                    "twin oracles", False, f"identical heads do not pool to themselves in {site.names[role]}"
+                )
+    wide.load_state_dict(expanded)
+    a, b = _run(narrow, inputs), _run(wide, inputs)
+    difference = float((a - b).abs().max() / b.std().clamp_min(1e-12))
+    return Check(
+        "twin oracles",
+        bool(sites) and difference <= 1e-4,
+        f"expanded and grouped outputs differ by {difference:.1e} of their spread",
+    )

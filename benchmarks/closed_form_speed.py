@@ -23,7 +23,7 @@ from mha2gqa.architectures import AttentionSpec
 from mha2gqa.calibration import collect
 from mha2gqa.conversion.in_memory import assemble, plan_model
 from mha2gqa.conversion.options import CalibrationOptions
-from mha2gqa.conversion.rewrite import SiteRewriter
+from mha2gqa.conversion.rewrite import ModuleConverter
 from mha2gqa.conversion.search import grouped
 from mha2gqa.reconstruct import ReconstructConfig, reconstruct
 
@@ -83,11 +83,11 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     shapes = {name: tuple(x.shape) for name, x in state.items()}
     options = CalibrationOptions(device=args.device)
     plan, facts = clock("grouping", lambda: grouped(plan, state.__getitem__, statistics, options))
-    rewriters = [SiteRewriter(plan, s, shapes, state.__getitem__, statistics) for s in plan.sites]
-    student = clock("merge", lambda: assemble(model, plan, rewriters, state))
+    converters = [ModuleConverter(plan, s, shapes, state.__getitem__, statistics) for s in plan.modules]
+    student = clock("merge", lambda: assemble(model, plan, converters, state))
     config = ReconstructConfig(regress=False, batch_size=args.batch)
     fits = clock("refit", lambda: reconstruct(model, student, spec, ids, config))
-    gains = [{"residual": r.report["residual"], **facts.get(r.site.site.path, {})} for r in rewriters]
+    gains = [{"residual": r.report["residual"], **facts.get(r.module.path, {})} for r in converters]
     return {"stages": clock.stages, "layers": gains, "errors": [vars(fit) for fit in fits]}
 
 

@@ -42,7 +42,7 @@ from _quality_rows import (
 )
 from _quality_table import Table
 
-from mha2gqa.architectures.reexpressed import differs_for_mqa
+from mha2gqa.architectures.arch_conversions import differs_for_mqa
 from mha2gqa.checkpoints.loading import load_config_json, load_model, load_tokenizer, resolve_device
 from mha2gqa.conversion.checkpoint import convert
 from mha2gqa.data import held_out, read_documents, token_blocks

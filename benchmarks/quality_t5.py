@@ -21,7 +21,7 @@ from _common import RESULTS
 from _quality_rows import Shape
 from torch.nn import functional as F
 
-from mha2gqa.architectures import find_sites, find_spec
+from mha2gqa.architectures import find_attention_modules, find_spec
 from mha2gqa.checkpoints.loading import load_config_json, load_tokenizer
 from mha2gqa.data import span_corruption
 
@@ -70,9 +70,9 @@ class SpanBench(quality.Bench):
         }
         state = model.state_dict()
         shared = sum(
-            state[name].numel() * (read if site.kind == "cross" and role[0] in "kv" else said)
-            for site in find_sites(find_spec(model.config.to_dict()), state)
-            for role, name in site.names.items()
+            state[name].numel() * (read if module.kind == "cross" and role[0] in "kv" else said)
+            for module in find_attention_modules(find_spec(model.config.to_dict()), state)
+            for role, name in module.names.items()
             if state[name].dim() >= 2 and role.endswith(".weight")
         )
         config = model.config

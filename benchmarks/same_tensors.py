@@ -34,6 +34,13 @@ def command(*words: str) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
+def kept_losses(losses: dict[str, Any]) -> dict[str, Any]:
+    """Losses of a run without its speed."""
+    figures = ("step", "loss", "ce_loss", "grad_norm", "learning_rate")
+    steps = [{name: entry[name] for name in figures if name in entry} for entry in losses["train"]]
+    return losses | {"train": steps}
+
+
 def digest(folder: Path) -> str:
     """SHA-256 over the weight files of a checkpoint folder."""
     total = hashlib.sha256()
@@ -65,7 +72,7 @@ def measure(work: Path, tiny: Path) -> dict[str, Any]:
     }.items():
         settings = ["--tokens", str(20 * 1024), "--set", "batch_tokens=1024", "--seed", "3"]
         result = command("uptrain", str(work / "joint-g2"), str(work / name), *common, *settings, *words)
-        out[name] = {"sha256": digest(work / name), "losses": result["losses"]}
+        out[name] = {"sha256": digest(work / name), "losses": kept_losses(result["losses"])}
     models = [str(tiny), *(str(work / name) for name in out)]
     for protocol in ("blocks", "window", "rolling"):
         scored = command("evaluate", *models, *common, "--protocol", protocol, "--max-tokens", "8192")

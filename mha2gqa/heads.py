@@ -145,7 +145,7 @@ def _split_extras(
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Extras by name, head index first: those of the KV heads and those of the query heads."""
     found: dict[str, dict[str, Tensor]] = {"kv": {}, "query": {}}
-    for extra in spec.extras:
+    for extra in spec.per_head:
         count = g.num_kv_heads if extra.per == "kv" else g.num_heads
         if "{head}" in extra.name:
             parts = [extra.name.format(head=h) for h in range(count)]
@@ -161,7 +161,7 @@ def _split_extras(
 
 def _unsplit_extras(spec: AttentionSpec, weights: AttentionWeights) -> dict[str, Tensor]:
     """Inverse of `_split_extras`."""
-    by_name = {extra.name: extra for extra in spec.extras}
+    by_name = {extra.name: extra for extra in spec.per_head}
     out: dict[str, Tensor] = {}
     for name, x in {**weights.kv_extras, **weights.query_extras}.items():
         extra = by_name[name]
@@ -220,7 +220,7 @@ def split(spec: AttentionSpec, geometry: Geometry, tensors: Mapping[str, Tensor]
 def unsplit(spec: AttentionSpec, weights: AttentionWeights) -> dict[str, Tensor]:
     """Inverse of `split`: role -> contiguous tensor as stored (shared heads: in the target layout).
 
-    Where keys serve as values (`keys_as_values`) the values come out too: a role the site does not have.
+    Where keys serve as values (`keys_as_values`) the values come out too: a role the module does not have.
     """
     w = weights
     target = spec.target(w.num_heads, w.num_kv_heads)
@@ -258,14 +258,14 @@ def unsplit(spec: AttentionSpec, weights: AttentionWeights) -> dict[str, Tensor]
 
 def _with_gates(weights: AttentionWeights) -> AttentionWeights:
     """Query rows with their gate rows behind them, as stored where `spec.gated_query`."""
-    extras = dict(weights.query_extras)
+    per_head = dict(weights.query_extras)
 
     def gated(q: Tensor | None, leaf: str) -> Tensor | None:
-        return None if q is None else _concatenate([q, extras.pop(f"gate.{leaf}")], 1)
+        return None if q is None else _concatenate([q, per_head.pop(f"gate.{leaf}")], 1)
 
     q, bias = gated(weights.q, "weight"), gated(weights.q_bias, "bias")
     assert q is not None
-    return replace(weights, q=q, q_bias=bias, query_extras=extras)
+    return replace(weights, q=q, q_bias=bias, query_extras=per_head)
 
 
 # --- groups --------------------------------------------------------------------------------------------
@@ -319,12 +319,12 @@ def pool(x: Tensor, grouping: Grouping, how: str = "mean") -> Tensor:
     return pooled
 
 
-def pool_extras(
-    spec: AttentionSpec, extras: Mapping[str, Tensor], grouping: Grouping, how: str = "mean"
+def pool_per_head(
+    spec: AttentionSpec, per_head: Mapping[str, Tensor], grouping: Grouping, how: str = "mean"
 ) -> dict[str, Tensor]:
     """Tensors with one slice per KV head, pooled; those that also read the KV heads sum over them."""
-    reading = {extra.name for extra in spec.extras if extra.reads_kv}
-    out = {name: pool(x, grouping, how) for name, x in extras.items()}
+    reading = {extra.name for extra in spec.per_head if extra.reads_kv}
+    out = {name: pool(x, grouping, how) for name, x in per_head.items()}
     for name in reading & out.keys():  # [G, n, K, d]: inputs of one group now carry the same value
         inputs = out[name].movedim(-2, 0)
         size = inputs.shape[0] // len(grouping)
@@ -337,7 +337,7 @@ def expand(
 ) -> AttentionWeights:
     """Repeat-interleave K/V heads up to `num_kv_heads`: the MHA form of a GQA module."""
     n = num_kv_heads // weights.num_kv_heads
-    reading = {extra.name for extra in spec.extras if extra.reads_kv} if spec else set()
+    reading = {extra.name for extra in spec.per_head if extra.reads_kv} if spec else set()
 
     def extra(name: str, x: Tensor) -> Tensor:
         x = x.repeat_interleave(n, 0)
@@ -359,7 +359,7 @@ def expand(
 # --- RoPE planes ---------------------------------------------------------------------------------------
 
 
-def plane_index(position: str, rotary: int, head_dim: int) -> tuple[list[int], list[int], list[int]]:
+def rotary_pair_index(position: str, rotary: int, head_dim: int) -> tuple[list[int], list[int], list[int]]:
     """Dims of a head by what RoPE does to them.
 
     Args:

@@ -12,11 +12,11 @@ from pico_models import NO_CACHE, NO_GENERATE, NO_USE_CACHE, model_class, pico_c
 from safetensors.torch import load_file, save_file
 
 from mha2gqa import convert_model, heads
-from mha2gqa.architectures import AttentionSpec, find_sites, find_spec, geometry, rotary_dim
+from mha2gqa.architectures import AttentionSpec, find_attention_modules, find_spec, geometry, rotary_dim
 from mha2gqa.checkpoints.loading import load_model, load_tokenizer
 from mha2gqa.conversion.checkpoint import convert
 from mha2gqa.conversion.plan import plan_conversion
-from mha2gqa.conversion.rewrite import SiteRewriter
+from mha2gqa.conversion.rewrite import ModuleConverter
 from mha2gqa.data import read_documents, token_blocks
 from mha2gqa.heads import AttentionWeights
 from mha2gqa.reconstruct import ReconstructConfig
@@ -66,20 +66,20 @@ def split_sites(config: dict[str, Any], tensors: Tensors) -> list[tuple[Any, Att
     shapes = {name: tuple(x.shape) for name, x in tensors.items()}
     return [
         (
-            site,
+            module,
             heads.split(
                 spec,
-                geometry(spec, config, site, shapes),
-                {role: tensors[name] for role, name in site.names.items()},
+                geometry(spec, config, module, shapes),
+                {role: tensors[name] for role, name in module.names.items()},
             ),
         )
-        for site in find_sites(spec, tensors)
+        for module in find_attention_modules(spec, tensors)
     ]
 
 
-def stored(spec: AttentionSpec, site: Any, weights: AttentionWeights) -> Tensors:
+def stored(spec: AttentionSpec, module: Any, weights: AttentionWeights) -> Tensors:
     roles = heads.unsplit(spec, weights)
-    return {name: roles[role] for role, name in site.names.items() if role in roles}
+    return {name: roles[role] for role, name in module.names.items() if role in roles}
 
 
 def expanded(config: dict[str, Any], tensors: Tensors, new_config: dict[str, Any], new: Tensors) -> Tensors:
@@ -87,9 +87,9 @@ def expanded(config: dict[str, Any], tensors: Tensors, new_config: dict[str, Any
     spec, out = find_spec(config), dict(tensors)
     few = split_sites(new_config, new)
     many = split_sites(config, tensors)
-    assert [site.layer for site, _ in few] == [site.layer for site, _ in many]
-    for (_, weights), (site, source) in zip(few, many, strict=True):
-        out |= stored(spec, site, heads.expand(weights, source.num_kv_heads, spec))
+    assert [module.layer for module, _ in few] == [module.layer for module, _ in many]
+    for (_, weights), (module, source) in zip(few, many, strict=True):
+        out |= stored(spec, module, heads.expand(weights, source.num_kv_heads, spec))
     return out
 
 
@@ -98,10 +98,10 @@ def merged(config: dict[str, Any], tensors: Tensors, groups: int, method: str = 
     shapes = {name: tuple(x.shape) for name, x in tensors.items()}
     plan = plan_conversion(config, shapes, groups, method=method)
     out = dict(tensors)
-    for site in plan.sites:
-        rewriter = SiteRewriter(plan, site, shapes, tensors.__getitem__)
-        out |= {name: rewriter.take(role) for role, name in rewriter.names.items()}
-        for name in rewriter.lost:
+    for module in plan.modules:
+        converter = ModuleConverter(plan, module, shapes, tensors.__getitem__)
+        out |= {name: converter.tensor(role) for role, name in converter.names.items()}
+        for name in converter.removed:
             del out[name]
     return out
 
@@ -137,7 +137,7 @@ def _key_matrix(spec: AttentionSpec, count: int, head_dim: int, rotary: int) -> 
     """A random change of every key head that the spec allows."""
     if spec.key_symmetry == "linear":
         return _well_conditioned(count, head_dim)
-    first, second, rest = heads.plane_index(spec.position, rotary, head_dim)
+    first, second, rest = heads.rotary_pair_index(spec.position, rotary, head_dim)
     angle = 6.28 * torch.rand(count, len(first))
     size = 2 ** (2 * torch.rand(count, len(first)) - 1) if spec.key_symmetry == "planes" else 1.0
     cos, sin = size * angle.cos(), size * angle.sin()
@@ -152,17 +152,17 @@ def _key_matrix(spec: AttentionSpec, count: int, head_dim: int, rotary: int) -> 
 def equal_gains_in_planes(config: dict[str, Any], tensors: Tensors) -> Tensors:
     """Norm weights of q and k with one gain per plane, as `plane_rotations` and `phases` presuppose."""
     spec, out = find_spec(config), dict(tensors)
-    for site, weights in split_sites(config, tensors):
-        rotary = rotary_dim(spec, config, weights.k.shape[1], site.layer)
-        first, second, _ = heads.plane_index(spec.position, rotary, weights.k.shape[1])
+    for module, weights in split_sites(config, tensors):
+        rotary = rotary_dim(spec, config, weights.k.shape[1], module.layer)
+        first, second, _ = heads.rotary_pair_index(spec.position, rotary, weights.k.shape[1])
         names = [f"{norm}.weight" for norm in spec.qk_norm] if spec.qk_norm else []
         if spec.key_symmetry == "phases":
-            names = [extra.name for extra in spec.extras]
+            names = [extra.name for extra in spec.per_head]
         for name in names:
-            if name in site.names:
-                gains = out[site.names[name]].clone().view(-1, weights.k.shape[1])
+            if name in module.names:
+                gains = out[module.names[name]].clone().view(-1, weights.k.shape[1])
                 gains[:, second] = gains[:, first]
-                out[site.names[name]] = gains.view_as(out[site.names[name]])
+                out[module.names[name]] = gains.view_as(out[module.names[name]])
     return out
 
 
@@ -171,10 +171,10 @@ def transformed(config: dict[str, Any], tensors: Tensors, permute: bool = True) 
     torch.manual_seed(2)
     spec, out = find_spec(config), dict(tensors)
     orders: dict[int, list[int]] = {}
-    for site, weights in split_sites(config, tensors):
+    for module, weights in split_sites(config, tensors):
         count, head_dim, value_dim = weights.num_kv_heads, weights.k.shape[1], weights.v.shape[1]
         if spec.key_symmetry != "none":
-            rotary = rotary_dim(spec, config, head_dim, site.layer)
+            rotary = rotary_dim(spec, config, head_dim, module.layer)
             matrix = _key_matrix(spec, count, head_dim, rotary)
             inverse = _per_query(torch.linalg.inv(matrix).mT, weights)
             weights = replace(
@@ -208,9 +208,9 @@ def transformed(config: dict[str, Any], tensors: Tensors, permute: bool = True) 
                 v=weights.v[order],
                 k_bias=None if weights.k_bias is None else weights.k_bias[order],
                 v_bias=None if weights.v_bias is None else weights.v_bias[order],
-                kv_extras=heads.pool_extras(spec, weights.kv_extras, [[h] for h in order]),
+                kv_extras=heads.pool_per_head(spec, weights.kv_extras, [[h] for h in order]),
             )
-        out |= stored(spec, site, weights)
+        out |= stored(spec, module, weights)
     return out
 
 

@@ -119,8 +119,8 @@ def test_people_read_the_losses_before_and_after(source: Path, text: str, tmp_pa
 
 def test_what_merging_could_not_use_is_told_once() -> None:
     unknown = "keys: position style unknown, plain mean"
-    rewriters = [SimpleNamespace(report={"notes": notes}) for notes in ([unknown], [], [unknown])]
-    assert _merging_notes(rewriters) == [f"{unknown} (2 of 3 modules)"]  # type: ignore[arg-type]
+    converters = [SimpleNamespace(report={"notes": notes}) for notes in ([unknown], [], [unknown])]
+    assert _merging_notes(converters) == [f"{unknown} (2 of 3 modules)"]  # type: ignore[arg-type]
 
 
 def test_plan_refuses_encoders_in_the_words_of_convert(tmp_path: Path) -> None:

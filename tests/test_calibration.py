@@ -9,7 +9,7 @@ import torch
 from conftest import pico_llama
 
 from mha2gqa import calibration
-from mha2gqa.architectures import AttentionSpec, find_sites
+from mha2gqa.architectures import AttentionSpec, find_attention_modules
 from mha2gqa.calibration import collect, fingerprint, load_statistics
 from mha2gqa.errors import CheckpointError, DataError, UsageError
 
@@ -56,14 +56,14 @@ def test_moments_equal_those_of_kept_activations(implementation: str) -> None:
     found = collect(model, SPEC, ids, batch_size=2)
     assert model.config._attn_implementation == implementation
     for layer in range(2):
-        site, want = found.sites[f"self.{layer}"], reference(model, ids, layer)
-        assert site.tokens == 60 and not site.cross
-        torch.testing.assert_close(site.inputs, want["inputs"], rtol=1e-5, atol=1e-7)
-        torch.testing.assert_close(site.mixed, want["mixed"], rtol=1e-5, atol=1e-7)
-        planes = site.queries.diagonal(dim1=1, dim2=2).view(8, 2, 2).sum(1)  # half-split pairs (j, j + 2)
+        module, want = found.modules[f"self.{layer}"], reference(model, ids, layer)
+        assert module.tokens == 60 and not module.cross
+        torch.testing.assert_close(module.inputs, want["inputs"], rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(module.mixed, want["mixed"], rtol=1e-5, atol=1e-7)
+        planes = module.queries.diagonal(dim1=1, dim2=2).view(8, 2, 2).sum(1)  # half-split pairs (j, j + 2)
         wanted = want["queries"].diagonal(dim1=1, dim2=2).view(8, 2, 2).sum(1)
         torch.testing.assert_close(planes, wanted, rtol=1e-5, atol=1e-7)
-        torch.testing.assert_close(site.inputs[-1, -1], torch.tensor(1.0, dtype=torch.float64))
+        torch.testing.assert_close(module.inputs[-1, -1], torch.tensor(1.0, dtype=torch.float64))
 
 
 def test_the_model_computes_the_same_while_it_is_observed() -> None:
@@ -79,10 +79,10 @@ def test_the_model_computes_the_same_while_it_is_observed() -> None:
 def test_batches_do_not_matter_and_runs_are_equal_to_the_bit() -> None:
     model, ids = pico_llama(), blocks(6)
     a, b, c = (collect(model, SPEC, ids, batch_size=size) for size in (1, 6, 6))
-    for key in a.sites:
-        torch.testing.assert_close(a.sites[key].mixed, b.sites[key].mixed, rtol=1e-6, atol=1e-9)
+    for key in a.modules:
+        torch.testing.assert_close(a.modules[key].mixed, b.modules[key].mixed, rtol=1e-6, atol=1e-9)
         for name in ("inputs", "mixed", "queries"):
-            assert torch.equal(getattr(b.sites[key], name), getattr(c.sites[key], name))
+            assert torch.equal(getattr(b.modules[key], name), getattr(c.modules[key], name))
     seen: list[tuple[int, int]] = []
     collect(model, SPEC, ids, batch_size=4, progress=lambda done, total: seen.append((done, total)))
     assert seen == [(4, 6), (6, 6)]
@@ -95,15 +95,15 @@ def test_statistics_survive_a_file_to_the_bit(tmp_path: Path) -> None:
     (tmp_path / "usual").touch()
     assert (tmp_path / "sub" / "s.safetensors").stat().st_mode == (tmp_path / "usual").stat().st_mode
     assert back.about == found.about and back.about["tokens"] == 60 and back.about["window"] == 12
-    sites = find_sites(SPEC, model.state_dict())
-    assert back.about["model"] == fingerprint(sites, model.state_dict().__getitem__)
-    for key, site in found.sites.items():
+    modules = find_attention_modules(SPEC, model.state_dict())
+    assert back.about["model"] == fingerprint(modules, model.state_dict().__getitem__)
+    for key, module in found.modules.items():
         for name in ("inputs", "mixed", "queries"):
-            assert torch.equal(getattr(site, name), getattr(back.sites[key], name))
-    assert back.of(sites[1]).tokens == 60
+            assert torch.equal(getattr(module, name), getattr(back.modules[key], name))
+    assert back.of(modules[1]).tokens == 60
     for projection in "qkvo":  # a change of any one is another model
         changed = {k: v + (f"{projection}_proj" in k) for k, v in model.state_dict().items()}
-        assert fingerprint(sites, changed.__getitem__) != back.about["model"]
+        assert fingerprint(modules, changed.__getitem__) != back.about["model"]
 
 
 def test_bad_statistics_files_are_refused(tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_sliding_windows_and_soft_caps_are_in_the_weights() -> None:
     found = collect(model, SPEC, ids)
     for layer in range(2):
         want = reference(model, ids, layer)
-        torch.testing.assert_close(found.sites[f"self.{layer}"].mixed, want["mixed"], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(found.modules[f"self.{layer}"].mixed, want["mixed"], rtol=1e-5, atol=1e-6)
 
 
 def test_cross_attention_uses_what_keys_are_made_of() -> None:
@@ -153,7 +153,7 @@ def test_cross_attention_uses_what_keys_are_made_of() -> None:
         out = model(input_ids=ids, decoder_input_ids=blocks(4, 5))
     x = out.encoder_last_hidden_state.double()
     x = torch.cat([x, torch.ones_like(x[..., :1])], -1)
-    cross, own = found.sites["cross.1"], found.sites["self.1"]
+    cross, own = found.modules["cross.1"], found.modules["self.1"]
     assert cross.cross and not own.cross and cross.tokens == 36 and own.tokens == 20
     model.set_attn_implementation("eager")
     with torch.no_grad():
@@ -175,8 +175,8 @@ def test_a_class_that_cannot_be_observed_falls_back_and_says_so() -> None:
         k="query_key_value", v="query_key_value", o="dense", layout="per_head", position="alibi",
     )  # fmt: skip
     found = collect(model, spec, blocks())
-    assert found.sites["self.1"].mixed is None and found.sites["self.1"].queries is None
-    assert found.sites["self.1"].tokens == 60
+    assert found.modules["self.1"].mixed is None and found.modules["self.1"].queries is None
+    assert found.modules["self.1"].tokens == 60
     assert "does not let its attention be observed" in found.about["notes"][0]
 
 

@@ -24,7 +24,7 @@ from architecture_proofs import (
 
 from mha2gqa import arch_conversion
 from mha2gqa.arch_conversion import neox
-from mha2gqa.architectures import find_sites, find_spec, geometry
+from mha2gqa.architectures import find_attention_modules, find_spec, geometry
 from mha2gqa.checkpoints.loading import load_model
 from mha2gqa.conversion.checkpoint import convert
 from mha2gqa.errors import CheckpointError, UnsupportedModelError, UsageError
@@ -138,7 +138,9 @@ def test_c21_falcon_is_what_its_rows_say(
     assert rows == (H + 2 * kv_heads) * d
     config = read_config(tmp_path / "s") | flags
     spec, shapes = find_spec(config), {n: tuple(x.shape) for n, x in read_tensors(tmp_path / "s").items()}
-    assert {geometry(spec, config, s, shapes).num_kv_heads for s in find_sites(spec, shapes)} == {kv_heads}
+    assert {geometry(spec, config, s, shapes).num_kv_heads for s in find_attention_modules(spec, shapes)} == {
+        kv_heads
+    }
     if not new and not multi_query:
         with pytest.raises(UsageError, match="only Falcon's new_decoder_architecture holds that many"):
             convert(tmp_path / "s", tmp_path / "out", 2)

@@ -17,7 +17,7 @@ from mha2gqa.errors import CheckpointError, DataError, TrainingError, Unsupporte
 from mha2gqa.uptraining import train_model, uptrain
 from mha2gqa.uptraining.isolation import isolates_documents, require_isolation
 from mha2gqa.uptraining.publish import named_as_stored
-from mha2gqa.uptraining.run_dir import Workspace
+from mha2gqa.uptraining.run_dir import RunDirectory
 
 RUN = {**TINY, "tokens": 64 * 4}
 
@@ -81,7 +81,7 @@ def test_u10_divergence_keeps_the_last_good_checkpoint(models, tmp_path):
             **{**RUN, "tokens": 64 * 20},
         )
     assert not out.exists()
-    for checkpoint in Workspace(out).checkpoints():
+    for checkpoint in RunDirectory(out).checkpoints():
         for tensor in load_file(checkpoint / "model.safetensors").values():
             assert torch.isfinite(tensor).all()
 

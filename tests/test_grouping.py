@@ -14,7 +14,7 @@ from mha2gqa.errors import UsageError
 from mha2gqa.heads import AttentionWeights
 from mha2gqa.merging import MergeContext
 from mha2gqa.merging.grouping import canonical, evaluations, read_groupings, search
-from mha2gqa.merging.sharing import sharing
+from mha2gqa.merging.objective import merge_objective
 
 
 def partitions(left: tuple[int, ...], size: int):
@@ -31,20 +31,20 @@ def partitions(left: tuple[int, ...], size: int):
             yield ((first, *others), *tail)
 
 
-def problem(heads: int, seed: int, d: int = 4):
+def objective(heads: int, seed: int, d: int = 4):
     gen = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=gen)
 
     w = AttentionWeights(draw(heads, d, 16), draw(heads, d, 16), draw(heads, d, 16), draw(heads, 16, d))
-    return sharing(w, MergeContext(AttentionSpec(), d))
+    return merge_objective(w, MergeContext(AttentionSpec(), d))
 
 
 @pytest.mark.parametrize(("heads", "groups"), [(8, 2), (8, 4), (9, 3), (10, 2)])
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_search_finds_the_best_partition_of_few_heads(heads: int, groups: int, seed: int) -> None:
-    p = problem(heads, seed)
+    p = objective(heads, seed)
     totals = {part: sum(p.cost(g) for g in part) for part in partitions(tuple(range(heads)), heads // groups)}
     found = search(p.pairs().numpy(), p.cost, groups)
     assert totals[found] <= 1.01 * min(totals.values())
@@ -61,14 +61,14 @@ def test_hidden_copies_are_found_whatever_the_budget() -> None:
     w = AttentionWeights(
         torch.randn(12, 6, 20, generator=gen), k, k.clone(), torch.randn(12, 20, 6, generator=gen)
     )
-    p = sharing(w, MergeContext(AttentionSpec(), 6))
+    p = merge_objective(w, MergeContext(AttentionSpec(), 6))
     for budget in (0, 5, 1000):
         assert search(p.pairs().numpy(), p.cost, 4, budget=budget) == hidden
 
 
 def test_search_never_loses_to_the_neighbours_and_is_deterministic() -> None:
     for seed in range(4):
-        p = problem(12, seed)
+        p = objective(12, seed)
         pairs = p.pairs().numpy()
         found = search(pairs, p.cost, 3)
         assert found == search(pairs.copy(), p.cost, 3)
@@ -77,7 +77,7 @@ def test_search_never_loses_to_the_neighbours_and_is_deterministic() -> None:
 
 
 def test_the_budget_holds() -> None:
-    p, calls = problem(16, 0), []
+    p, calls = objective(16, 0), []
     search(p.pairs().numpy(), lambda g: calls.append(g) or p.cost(g), 4, budget=60)
     assert len(calls) <= 60 + 2 * 4
     assert len(calls) == len(set(calls))

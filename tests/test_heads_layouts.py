@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mha2gqa.architectures.spec import AttentionSpec, Geometry, HeadExtra, Target
-from mha2gqa.heads import expand, neighbours, pool_extras, split, unsplit
+from mha2gqa.architectures.spec import AttentionSpec, Geometry, PerHeadParameter, Target
+from mha2gqa.heads import expand, neighbours, pool_per_head, split, unsplit
 
 H, K, D, WIDTH = 8, 4, 4, 6
 
@@ -26,7 +26,7 @@ def _tensors(spec: AttentionSpec, kv_heads: int = K) -> dict[str, torch.Tensor]:
     out = {"q.weight": draw(q_rows, WIDTH), "q.bias": draw(q_rows), "o.weight": draw(WIDTH, H * D)}
     for p in "kv":
         out |= {f"{p}.weight": draw(kv_heads * D, WIDTH), f"{p}.bias": draw(kv_heads * D)}
-    for extra in spec.extras:
+    for extra in spec.per_head:
         count = kv_heads if extra.per == "kv" else H
         if "{head}" in extra.name:
             out |= {extra.name.format(head=h): draw(D) for h in range(count)}
@@ -41,10 +41,17 @@ SPECS = {
     "plain": AttentionSpec(),
     "gated_query": AttentionSpec(gated_query=True),
     "one_tensor_per_head": AttentionSpec(
-        extras=(HeadExtra("k.norms.{head}.weight", "kv"), HeadExtra("q.norms.{head}.weight", "query"))
+        per_head=(
+            PerHeadParameter("k.norms.{head}.weight", "kv"),
+            PerHeadParameter("q.norms.{head}.weight", "query"),
+        )
     ),
-    "second_axis": AttentionSpec(extras=(HeadExtra("x", "kv", axis=1), HeadExtra("y", "query", axis=1))),
-    "reads_kv": AttentionSpec(extras=(HeadExtra("dt.weight", "kv", reads_kv=True), HeadExtra("A", "kv"))),
+    "second_axis": AttentionSpec(
+        per_head=(PerHeadParameter("x", "kv", axis=1), PerHeadParameter("y", "query", axis=1))
+    ),
+    "reads_kv": AttentionSpec(
+        per_head=(PerHeadParameter("dt.weight", "kv", reads_kv=True), PerHeadParameter("A", "kv"))
+    ),
 }
 
 
@@ -75,7 +82,7 @@ def test_a_tensor_that_reads_the_kv_heads_is_summed_over_a_group() -> None:
     wide = many.kv_extras["dt.weight"]
     read_many = torch.einsum("gnkd,kd->gn", wide, v.repeat_interleave(K // 2, 0))
     assert torch.allclose(read_many, read_few.repeat_interleave(K // 2, 0), atol=1e-6)
-    pooled = pool_extras(spec, many.kv_extras, neighbours(K, 2))
+    pooled = pool_per_head(spec, many.kv_extras, neighbours(K, 2))
     assert torch.allclose(pooled["dt.weight"], few.kv_extras["dt.weight"], atol=1e-6)
     assert torch.equal(pooled["A"], few.kv_extras["A"])
 

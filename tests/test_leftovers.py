@@ -15,7 +15,7 @@ from test_seq2seq import WINDOW, saved_t5
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from mha2gqa.checkpoints.ignored_keys import without_leftovers
+from mha2gqa.checkpoints.ignored_keys import without_ignored
 from mha2gqa.checkpoints.loading import load_model
 from mha2gqa.checkpoints.reader import open_checkpoint
 from mha2gqa.conversion.checkpoint import convert, convert_model
@@ -69,7 +69,7 @@ def test_a_tensor_that_is_no_buffer_is_still_too_many(tmp_path: Path) -> None:
         convert(source, tmp_path / "out", 2)
     assert not (tmp_path / "out").exists()
     learned = ["model.decoder.embed_positions.weight", "h.0.attn.c_attn.bias"]
-    assert without_leftovers(learned) == sorted(learned)
+    assert without_ignored(learned) == sorted(learned)
 
 
 @pytest.fixture

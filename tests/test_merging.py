@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from mha2gqa.architectures import AttentionSpec
-from mha2gqa.calibration import SiteStatistics
-from mha2gqa.heads import AttentionWeights, expand, neighbours, plane_index, query_order
+from mha2gqa.calibration import SecondMoments
+from mha2gqa.heads import AttentionWeights, expand, neighbours, query_order, rotary_pair_index
 from mha2gqa.merging import MERGERS, MergeContext
-from mha2gqa.merging.sharing import sharing
+from mha2gqa.merging.objective import merge_objective
 
 D, T = 24, 11
 GROUPING = ((0, 4), (1, 3), (2, 5))
@@ -20,7 +20,7 @@ GROUPING = ((0, 4), (1, 3), (2, 5))
 
 def rotate(x: Tensor, position: str, rotary: int) -> Tensor:
     """RoPE on `[heads, T, d]`."""
-    first, second, _ = plane_index(position, rotary, x.shape[-1])
+    first, second, _ = rotary_pair_index(position, rotary, x.shape[-1])
     angle = torch.arange(x.shape[1], dtype=x.dtype)[:, None] * 0.7 ** torch.arange(len(first), dtype=x.dtype)
     turned = torch.complex(x[..., first], x[..., second]) * torch.polar(torch.ones_like(angle), angle)
     out = x.clone()
@@ -82,7 +82,7 @@ def random_weights(
 
 def key_map(spec: AttentionSpec, rotary: int, d: int, gen: torch.Generator) -> tuple[Tensor, Tensor]:
     """A random allowed key map A `[d, d]`, and what undoes it in the query, A⁻ᵀ."""
-    first, second, rest = plane_index(spec.position, rotary, d)
+    first, second, rest = rotary_pair_index(spec.position, rotary, d)
     a = torch.zeros(d, d, dtype=torch.float64)
     size = torch.rand(len(first), generator=gen, dtype=torch.float64) + 0.5
     if spec.key_symmetry in ("plane_rotations", "phases"):
@@ -229,7 +229,7 @@ def test_merged_queries_are_the_best_for_the_merged_keys(position: str) -> None:
     w, grouping = random_weights(), GROUPING
     merged = MERGERS["joint"](w, grouping, MergeContext(spec, 8 if position == "half_split" else 0)).weights
     order = query_order(grouping, 1)
-    first, second, _ = plane_index(spec.position, 8 if position == "half_split" else 0, 8)
+    first, second, _ = rotary_pair_index(spec.position, 8 if position == "half_split" else 0, 8)
     for i, h in enumerate(order):
         q, k, made, shared = w.q[h], w.k[h], merged.q[i], merged.k[i // 2]  # [d, D]
         if first:
@@ -252,18 +252,18 @@ def polar(x: Tensor) -> Tensor:
 def test_procrustes_rotations_reach_the_optimum(group: tuple[int, ...]) -> None:
     """No turn of one member helps any more, and patient turning of all at once gets no further."""
     w = random_weights()
-    problem = sharing(w, MergeContext(AttentionSpec(), 8), "rigid").values
+    objective = merge_objective(w, MergeContext(AttentionSpec(), 8), "rigid").values
     gram = torch.einsum("hin,gjn->higj", w.v[list(group)], w.v[list(group)])
     turn = polar(gram[0].transpose(0, 1))
     for _ in range(3000):
         turn = polar(torch.einsum("gai,gihj->haj", turn, gram))
     mean = torch.einsum("hij,hjn->in", turn, w.v[list(group)]) / len(group)
     patient = float(w.v[list(group)].square().sum() - len(group) * mean.square().sum())
-    assert problem.cost(group) <= patient * 1.01
-    maps, cost = problem.solve(group)[1:]
+    assert objective.cost(group) <= patient * 1.01
+    maps, cost = objective.solve(group)[1:]
     turned = torch.einsum("hji,hjn->hin", maps, w.v[list(group)])  # maps are the rotations, transposed
     assert float((turned - turned.mean(0)).square().sum()) == pytest.approx(float(cost), rel=1e-9)
-    assert float(cost) == pytest.approx(problem.cost(group), rel=1e-12)
+    assert float(cost) == pytest.approx(objective.cost(group), rel=1e-12)
     torch.testing.assert_close(maps[0], torch.eye(8, dtype=torch.float64))
     others = turned.sum(0, keepdim=True) - turned
     slack = torch.linalg.svdvals(others @ turned.mT).sum(1) - torch.einsum("hin,hin->h", others, turned)
@@ -273,13 +273,13 @@ def test_procrustes_rotations_reach_the_optimum(group: tuple[int, ...]) -> None:
 def test_values_are_the_best_of_that_rank() -> None:
     """Eckart-Young: no rank-d shared value is closer in the output metric."""
     w = random_weights()
-    problem = sharing(w, MergeContext(AttentionSpec(), 8))
+    objective = merge_objective(w, MergeContext(AttentionSpec(), 8))
     group = (0, 2, 5)
     stacked = torch.cat([w.o[h] @ w.v[h] for h in group])
     best = torch.linalg.svdvals(stacked)[8:].square().sum()
-    assert problem.values.cost(group) == pytest.approx(float(best), rel=1e-9)
-    rows, maps, _ = problem.values.solve(group)
-    made = torch.cat([problem.frame[h] @ maps[i] @ rows[:, :-1] for i, h in enumerate(group)])
+    assert objective.values.cost(group) == pytest.approx(float(best), rel=1e-9)
+    rows, maps, _ = objective.values.solve(group)
+    made = torch.cat([objective.frame[h] @ maps[i] @ rows[:, :-1] for i, h in enumerate(group)])
     assert float((stacked - made).square().sum()) == pytest.approx(float(best), rel=1e-9)
     assert float(rows.norm()) == pytest.approx(
         float(w.v[list(group)].flatten(1).norm(dim=1).square().mean().sqrt())
@@ -318,7 +318,7 @@ def test_singular_moments_do_no_harm(rank: int, name: str) -> None:
     moment = seen.T @ seen / max(rank, 1)
     moment[-1, -1] = 1
     w = symmetric_copies(random_weights(**sizes), spec, rotary)
-    context = MergeContext(spec, rotary, SiteStatistics(moment, moment, None, rank))
+    context = MergeContext(spec, rotary, SecondMoments(moment, moment, None, rank))
     merged = MERGERS["joint"](w, GROUPING, context)
     assert merged.residual is not None and merged.residual < 1e-6
     if rank:
@@ -394,13 +394,13 @@ def test_merged_heads_expand_to_the_same_function() -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_pair_costs_equal_group_costs_of_two(name: str) -> None:
     spec, rotary, sizes = CASES[name]
-    problem = sharing(random_weights(**sizes), MergeContext(spec, rotary))
-    pairs, light = problem.pairs(), problem.costs_only().pairs()
-    assert problem.costs_only().cost((0, 3, 4)) == problem.cost((0, 3, 4))
+    objective = merge_objective(random_weights(**sizes), MergeContext(spec, rotary))
+    pairs, light = objective.pairs(), objective.costs_only().pairs()
+    assert objective.costs_only().cost((0, 3, 4)) == objective.cost((0, 3, 4))
     for a in range(6):
         for b in range(a):
             assert float(light[a, b]) == float(pairs[a, b])
-            assert float(pairs[a, b]) == pytest.approx(problem.cost((a, b)), rel=1e-6, abs=1e-9)
+            assert float(pairs[a, b]) == pytest.approx(objective.cost((a, b)), rel=1e-6, abs=1e-9)
 
 
 def test_merged_linear_keys_are_as_trainable_as_their_members() -> None:

@@ -15,7 +15,7 @@ from test_modeling_oracles import shared_states
 from test_seq2seq import WINDOW, saved_t5
 from torch import Tensor
 
-from mha2gqa.architectures import find_sites, find_spec, geometry
+from mha2gqa.architectures import find_attention_modules, find_spec, geometry
 from mha2gqa.calibration import collect
 from mha2gqa.checkpoints.loading import load_model, load_tokenizer
 from mha2gqa.checkpoints.reader import open_checkpoint
@@ -59,10 +59,10 @@ def shuffled(state: dict[str, Tensor], name: str, order: list[int]) -> dict[str,
     config = {"model_type": PICOS[name][0], **PICOS[name][1]}
     spec, out = find_spec(config), dict(state)
     generator = torch.Generator().manual_seed(3)
-    for site in find_sites(spec, state):
+    for module in find_attention_modules(spec, state):
         shapes = {n: tuple(x.shape) for n, x in state.items()}
-        shape = geometry(spec, config, site, shapes)
-        weights = split(spec, shape, {role: state[n] for role, n in site.names.items()})
+        shape = geometry(spec, config, module, shapes)
+        weights = split(spec, shape, {role: state[n] for role, n in module.names.items()})
         weights = symmetric_copies(weights, generator)
         if spec.permutable != "never":
             index = torch.tensor(order)
@@ -72,7 +72,7 @@ def shuffled(state: dict[str, Tensor], name: str, order: list[int]) -> dict[str,
                 moved.q, weights.k[index], weights.v[index], moved.o, moved.q_bias, kv["k_bias"], kv["v_bias"],
                 moved.o_bias, moved.kv_extras, moved.query_extras,
             )  # fmt: skip
-        out |= {site.names[role]: x for role, x in unsplit(spec, weights).items()}
+        out |= {module.names[role]: x for role, x in unsplit(spec, weights).items()}
     return out
 
 
@@ -119,7 +119,10 @@ def test_groupings_that_would_change_the_model_are_refused(tmp_path: Path) -> No
 
 
 def t5_paths() -> list[str]:
-    return [site.path for site in find_sites(find_spec({"model_type": "t5"}), stock_model("t5").state_dict())]
+    return [
+        module.path
+        for module in find_attention_modules(find_spec({"model_type": "t5"}), stock_model("t5").state_dict())
+    ]
 
 
 @pytest.mark.parametrize("name", ["t5", "umt5"])
@@ -129,15 +132,15 @@ def test_heads_may_be_reordered_as_the_table_says(name: str) -> None:
     config = {"model_type": name, **PICOS[name][1]}
     spec, state, moved = find_spec(config), stock.state_dict(), dict(stock.state_dict())
     orders = [[3, 1, 0, 2, 7, 6, 5, 4], [6, 7, 5, 4, 0, 1, 2, 3]]
-    for site in find_sites(spec, state):
-        order = orders[0 if spec.permutable_of(site.kind) == "model" else site.layer]
-        shape = geometry(spec, config, site, {n: tuple(x.shape) for n, x in state.items()})
-        weights = split(spec, shape, {role: state[n] for role, n in site.names.items()})
+    for module in find_attention_modules(spec, state):
+        order = orders[0 if spec.permutable_of(module.kind) == "model" else module.layer]
+        shape = geometry(spec, config, module, {n: tuple(x.shape) for n, x in state.items()})
+        weights = split(spec, shape, {role: state[n] for role, n in module.names.items()})
         queries = permute_queries(weights, query_order([[h] for h in order], 1))
         both = AttentionWeights(
             queries.q, weights.k[order], weights.v[order], queries.o, query_extras=queries.query_extras
         )
-        moved |= {site.names[role]: x for role, x in unsplit(spec, both).items()}
+        moved |= {module.names[role]: x for role, x in unsplit(spec, both).items()}
     right = logits(stock, inputs(name))
     stock.load_state_dict(moved)
     torch.testing.assert_close(logits(stock, inputs(name)), right, rtol=1e-4, atol=1e-4)
@@ -170,10 +173,10 @@ def test_cross_attention_is_calibrated_on_what_the_encoder_says(tmp_path: Path, 
     weight = (1 + attention.mean((1, 2)) * x.shape[1]) / 2  # half of it by the attention received
     inputs_moment = torch.einsum("bs,bsi,bsj->ij", weight, x, x) / (x.shape[0] * x.shape[1])
     mixed = torch.einsum("bhts,bsi->bhti", attention, x).flatten(0, 2)
-    site = statistics.sites["cross.1"]
-    assert site.cross and not statistics.sites["self.1"].cross
-    torch.testing.assert_close(site.inputs, inputs_moment, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(site.mixed, mixed.T @ mixed / len(mixed), rtol=1e-4, atol=1e-5)
+    module = statistics.modules["cross.1"]
+    assert module.cross and not statistics.modules["self.1"].cross
+    torch.testing.assert_close(module.inputs, inputs_moment, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(module.mixed, mixed.T @ mixed / len(mixed), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["t5", "umt5"])

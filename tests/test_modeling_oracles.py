@@ -12,7 +12,7 @@ from families import CASES, PICOS, H, export_of, inputs, logits, stock_model
 from torch import Tensor, nn
 from transformers import GenerationMixin
 
-from mha2gqa.architectures import find_sites, find_spec, geometry
+from mha2gqa.architectures import find_attention_modules, find_spec, geometry
 from mha2gqa.heads import expand, neighbours, split, unsplit
 from mha2gqa.merging import MERGERS, MergeContext
 from mha2gqa.modeling import modeling_gqa_alibi, modeling_gqa_bart, modeling_gqa_gpt2, modeling_gqa_t5
@@ -30,18 +30,18 @@ def shared_states(name: str, state: Mapping[str, Tensor], groups: Mapping[str, i
     config = {"model_type": PICOS[name][0], **PICOS[name][1]}
     spec = find_spec(config)
     shared, repeated = dict(state), dict(state)
-    sites = find_sites(spec, state)
-    assert {site.kind for site in sites} == ({"self", "cross"} if export_of(name).cross else {"self"})
-    for site in sites:
-        tensors = {role: state[tensor] for role, tensor in site.names.items()}
-        shape = geometry(spec, config, site, {n: tuple(x.shape) for n, x in state.items()})
+    modules = find_attention_modules(spec, state)
+    assert {module.kind for module in modules} == ({"self", "cross"} if export_of(name).cross else {"self"})
+    for module in modules:
+        tensors = {role: state[tensor] for role, tensor in module.names.items()}
+        shape = geometry(spec, config, module, {n: tuple(x.shape) for n, x in state.items()})
         assert (shape.num_heads, shape.num_kv_heads) == (H, H)
         weights = split(spec, shape, tensors)
-        merged = MERGERS["mean"](weights, neighbours(H, groups[site.kind]), MergeContext(spec, 0)).weights
+        merged = MERGERS["mean"](weights, neighbours(H, groups[module.kind]), MergeContext(spec, 0)).weights
         for role, x in unsplit(spec, merged).items():
-            shared[site.names[role]] = x
+            shared[module.names[role]] = x
         for role, x in unsplit(spec, expand(merged, H)).items():
-            repeated[site.names[role]] = x
+            repeated[module.names[role]] = x
     return shared, repeated
 
 

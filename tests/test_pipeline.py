@@ -26,7 +26,7 @@ from mha2gqa.commands.describe import describe
 from mha2gqa.commands.estimate import parallel_warnings, plan, suggested
 from mha2gqa.commands.push import push
 from mha2gqa.commands.run_recipe import run
-from mha2gqa.commands.stages import Ledger, stamp
+from mha2gqa.commands.stages import StageRecords, stamp
 from mha2gqa.commands.sweep import Cell, grid, sweep
 from mha2gqa.config import (
     ConvertRecipe,
@@ -365,7 +365,7 @@ def test_dry_run_names_what_is_wrong_and_writes_nothing(model: Path, text: Path,
 
 
 def test_a_stage_that_died_may_replace_its_own_leavings(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path)
+    records = StageRecords(tmp_path)
     told: list[bool] = []
 
     def work(replace: bool) -> dict[str, Any]:
@@ -375,22 +375,22 @@ def test_a_stage_that_died_may_replace_its_own_leavings(tmp_path: Path) -> None:
         return {"n": len(told)}
 
     with pytest.raises(KeyboardInterrupt):
-        ledger.stage("s", {"a": 1}, work, str)
-    assert ledger.stage("s", {"a": 1}, work, str) == {"n": 2}
-    assert ledger.stage("s", {"a": 1}, work, str) == {"n": 2}
-    ledger.stage("s", {"a": 2}, work, str)
+        records.stage("s", {"a": 1}, work, str)
+    assert records.stage("s", {"a": 1}, work, str) == {"n": 2}
+    assert records.stage("s", {"a": 1}, work, str) == {"n": 2}
+    records.stage("s", {"a": 2}, work, str)
     assert told == [False, True, False]
 
 
 def test_other_processes_wait_for_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    Ledger(tmp_path).stage("s", {"a": 1}, lambda replace: {"n": 1}, str)
+    StageRecords(tmp_path).stage("s", {"a": 1}, lambda replace: {"n": 1}, str)
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setattr("mha2gqa.commands.stages.POLL_SECONDS", 0.0)
 
     def never(replace: bool) -> dict[str, Any]:
         raise AssertionError("only the first process works")
 
-    assert Ledger(tmp_path).stage("s", {"a": 1}, never, str) == {"n": 1}
+    assert StageRecords(tmp_path).stage("s", {"a": 1}, never, str) == {"n": 1}
 
 
 def test_stamps_follow_contents(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def test_refit_is_the_ridge_solution_or_what_held_out_blocks_like_best_where_tha
         o = student.model.layers[i].self_attn.o_proj
         z, _ = attention_inputs(student, i, ids)
         _, y = attention_inputs(teacher, i, ids)
-        seen, judge = slice(0, 20 * 12), slice(20 * 12, None)
+        seen, validate = slice(0, 20 * 12), slice(20 * 12, None)
         prior = merged[i].weight.double().T
         tried = {
             times * ridge: explicit_ridge(z[seen], y[seen], prior, times * ridge, bias)
@@ -80,7 +80,7 @@ def test_refit_is_the_ridge_solution_or_what_held_out_blocks_like_best_where_tha
         own_bias = [merged[i].bias.double()[None]] if bias else []
         tried[None] = torch.cat([prior, *own_bias])
         errors = {
-            pull: float((z[judge] @ w[:32] + (w[32] if bias else 0) - y[judge]).square().sum())
+            pull: float((z[validate] @ w[:32] + (w[32] if bias else 0) - y[validate]).square().sum())
             for pull, w in tried.items()
         }
         helps = errors[ridge] < errors[None]
@@ -89,7 +89,7 @@ def test_refit_is_the_ridge_solution_or_what_held_out_blocks_like_best_where_tha
         torch.testing.assert_close(o.weight.double(), want[:32].T, rtol=1e-4, atol=1e-5)
         if bias:
             torch.testing.assert_close(o.bias.double(), want[32], rtol=1e-4, atol=1e-5)
-        spread = float((y[judge] - y[judge].mean(0)).square().sum())
+        spread = float((y[validate] - y[validate].mean(0)).square().sum())
         assert fit.after == fit.refitted == pytest.approx(errors[fit.ridge] / spread, rel=1e-3)
 
 
@@ -295,7 +295,7 @@ def test_streams_repeat_what_the_model_does(chained: bool) -> None:
 def test_encoder_decoder_modules_are_reconstructed_too() -> None:
     from transformers import T5Config, T5ForConditionalGeneration
 
-    from mha2gqa.architectures import HeadExtra
+    from mha2gqa.architectures import PerHeadParameter
 
     torch.manual_seed(0)
     config = T5Config(
@@ -309,7 +309,7 @@ def test_encoder_decoder_modules_are_reconstructed_too() -> None:
             ("cross", "decoder.block.{layer}.layer.1.EncDecAttention"),
         ),
         prefixes=("",), q="q", k="k", v="v", o="o", position="relative", key_symmetry="linear",
-        extras=(HeadExtra("relative_attention_bias.weight", "query", 1),),
+        per_head=(PerHeadParameter("relative_attention_bias.weight", "query", 1),),
     )  # fmt: skip
     inputs = {"input_ids": blocks(24, 9), "decoder_input_ids": blocks(24, 6, seed=2)}
     for side in ("teacher", "student"):

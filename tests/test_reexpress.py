@@ -56,7 +56,7 @@ def test_logits_stay_with_all_kv_heads(name: str, tmp_path: Path) -> None:
     found = arch_conversion.plan(checkpoint.config, checkpoint.tensors, None, as_)
     assert found is not None and found.target_type == target
     (tmp_path / "out").mkdir()
-    arch_conversion.write(arch_conversion.Reexpressed(checkpoint, found), tmp_path / "out")
+    arch_conversion.write(arch_conversion.ArchConvertedCheckpoint(checkpoint, found), tmp_path / "out")
     result = load_complete(class_of(TARGETS[target]), tmp_path / "out")
 
     ids = torch.randint(3, 90, (2, 12), generator=torch.Generator().manual_seed(1))
@@ -83,7 +83,7 @@ def test_shapes_are_known_without_reading(name: str, tmp_path: Path) -> None:
     found = arch_conversion.plan(checkpoint.config, checkpoint.tensors, 1)
     assert found is not None
     (tmp_path / "out").mkdir()
-    arch_conversion.write(arch_conversion.Reexpressed(checkpoint, found), tmp_path / "out")
+    arch_conversion.write(arch_conversion.ArchConvertedCheckpoint(checkpoint, found), tmp_path / "out")
     assert arch_conversion.shapes_of(found, checkpoint.shapes) == open_checkpoint(tmp_path / "out").shapes
 
 
@@ -186,7 +186,7 @@ def _check_remote(
     found = arch_conversion.plan(checkpoint.config, checkpoint.tensors, 2, as_)
     assert found is not None and "auto_map" not in found.config
     (tmp_path / "out").mkdir()
-    arch_conversion.write(arch_conversion.Reexpressed(checkpoint, found), tmp_path / "out")
+    arch_conversion.write(arch_conversion.ArchConvertedCheckpoint(checkpoint, found), tmp_path / "out")
     ids = torch.randint(3, 90, (2, 12), generator=torch.Generator().manual_seed(1))
     result = load_complete(type(model), tmp_path / "out")
     assert (_logits(result, ids) - _logits(model, ids)).abs().max() < 1e-5

@@ -21,7 +21,7 @@ from conftest import word_tokenizer
 from reexpressed_picos import FALCON, GPT2, GPTJ, IDS, NEOX, OPT, H
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from mha2gqa.arch_conversion import Reexpressed, as_architecture, carry_tokenizer, written
+from mha2gqa.arch_conversion import ArchConvertedCheckpoint, as_architecture, carry_tokenizer, written
 from mha2gqa.checkpoints.reader import open_checkpoint
 from mha2gqa.commands.estimate import plan
 from mha2gqa.conversion.checkpoint import convert, convert_model
@@ -110,7 +110,7 @@ def test_tensors_that_only_change_their_name_keep_their_bytes(tmp_path: Path) ->
         new["model.layers.1.mlp.fc2.weight"], old["gpt_neox.layers.1.mlp.dense_4h_to_h.weight"]
     )
     view = as_architecture(open_checkpoint(tmp_path / "source"), 2)
-    assert isinstance(view, Reexpressed) and view.tensors["model.layers.1.mlp.fc2.weight"].plain
+    assert isinstance(view, ArchConvertedCheckpoint) and view.tensors["model.layers.1.mlp.fc2.weight"].plain
     assert not view.tensors["model.layers.1.mlp.fc1.weight"].plain
 
 

@@ -24,7 +24,7 @@ RUN = {**TINY, "tokens": 64 * 6, "learning_rate": 3e-3, "save_steps": 2}
 
 def bucketed(z, labels, teacher, k, temperature, ce_weight):
     """KL over the teacher's k likeliest tokens and one bucket, written out on whole logits."""
-    keep = labels != L.IGNORED
+    keep = labels != L.IGNORE_INDEX
     z, labels, teacher = z[keep], labels[keep], teacher[keep]
     width = min(z.shape[1], teacher.shape[1])
     p, q = (F.softmax(x[:, :width] / temperature, -1) for x in (teacher, z))
@@ -48,11 +48,11 @@ def test_truncated_loss_and_gradient(monkeypatch, k, teacher_vocab, temperature,
     hidden = torch.randn(23, 12, dtype=torch.float64, requires_grad=True)
     module = torch.nn.Linear(12, 31, dtype=torch.float64)
     labels = torch.randint(0, 25, (23,))
-    labels[[3, 11]] = L.IGNORED
+    labels[[3, 11]] = L.IGNORE_INDEX
     teacher = 3 * torch.randn(23, teacher_vocab, dtype=torch.float64)
     width = min(31, teacher_vocab)
     best = (teacher[:, :width] / temperature).log_softmax(-1).topk(k)
-    cached = L.Truncated(best.indices, best.values, width)
+    cached = L.TopKLogProbs(best.indices, best.values, width)
     spec = L.Objective(True, temperature, ce_weight)
     loss, _ = L.chunked_loss(hidden, labels, spec, head=L.Head(module, scale, softcap), teacher=cached.part)
     got = torch.autograd.grad(loss, [hidden, *module.parameters()])
@@ -73,7 +73,7 @@ def test_all_tokens_are_the_whole_kl_and_fewer_a_lower_bound():
     found = []
     for k in (1, 2, 4, 8, 16, 17):
         best = log_p.topk(k)
-        found.append(float(L.chunked_loss(z, labels, spec, teacher=L.Truncated(*best[::-1], 17).part)[0]))
+        found.append(float(L.chunked_loss(z, labels, spec, teacher=L.TopKLogProbs(*best[::-1], 17).part)[0]))
     assert found == sorted(found) and found[0] < 0.9 * float(whole)
     assert found[-1] == pytest.approx(float(whole), rel=1e-6)
 

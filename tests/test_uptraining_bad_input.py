@@ -19,7 +19,7 @@ from training import family, write_text
 from mha2gqa.cli import commands
 from mha2gqa.cli.tools import run_command
 from mha2gqa.errors import UsageError
-from mha2gqa.uptraining.run_dir import Workspace
+from mha2gqa.uptraining.run_dir import RunDirectory
 
 WORDS = ["--window=16", "--batch-tokens=64", "--device=cpu", "--holdout=0.1"]
 Call = Callable[..., str]
@@ -234,16 +234,16 @@ def test_too_little_memory_at_the_first_step(models, error, tmp_path, full_at):
 
 def test_begun_without_a_checkpoint_is_no_other_run(models, error, tmp_path):
     """As when a process was killed before its first checkpoint: another recipe may take the place."""
-    workspace = Workspace(tmp_path / "up")
-    assert not workspace.open({"window": 16})
-    workspace.close()
-    assert not workspace.open({"window": 8}) and json.loads(workspace.recipe.read_text()) == {"window": 8}
-    workspace.close()
-    (workspace.root / "teacher" / "train-0").mkdir(parents=True)
-    (workspace.root / "teacher" / "train-0" / "manifest.json").touch()
+    run_dir = RunDirectory(tmp_path / "up")
+    assert not run_dir.open({"window": 16})
+    run_dir.close()
+    assert not run_dir.open({"window": 8}) and json.loads(run_dir.recipe.read_text()) == {"window": 8}
+    run_dir.close()
+    (run_dir.root / "teacher" / "train-0").mkdir(parents=True)
+    (run_dir.root / "teacher" / "train-0" / "manifest.json").touch()
     with pytest.raises(UsageError, match="another recipe"):
-        workspace.open({"window": 16})
-    workspace.close()
+        run_dir.open({"window": 16})
+    run_dir.close()
 
 
 def test_resuming_with_a_changed_recipe(models, error, tmp_path, full_at):
@@ -255,15 +255,15 @@ def test_resuming_with_a_changed_recipe(models, error, tmp_path, full_at):
 
 def test_a_run_that_another_process_is_at(models, error, tmp_path):
     """As when a launcher was killed and its workers were not: nothing of theirs is touched."""
-    workspace = Workspace(tmp_path / "up")
-    workspace.open({"some": "recipe"})
-    before = sorted(workspace.root.iterdir())
+    run_dir = RunDirectory(tmp_path / "up")
+    run_dir.open({"some": "recipe"})
+    before = sorted(run_dir.root.iterdir())
     line = error("--tokens=256", "--force", code=2)
     assert f"up.uptrain: process {os.getpid()} is running this; wait for it, or stop it" in line
-    assert sorted(workspace.root.iterdir()) == before and not (tmp_path / "up").exists()
-    workspace.close()
-    assert workspace.open({"some": "recipe"})
-    workspace.close()
+    assert sorted(run_dir.root.iterdir()) == before and not (tmp_path / "up").exists()
+    run_dir.close()
+    assert run_dir.open({"some": "recipe"})
+    run_dir.close()
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from mha2gqa.uptraining.distillation import find_head
 
 def naive(z, labels, teacher, temperature, ce_weight):
     """The textbook loss on whole logits, summed over unmasked tokens."""
-    keep = labels != D.IGNORED
+    keep = labels != D.IGNORE_INDEX
     z, labels = z[keep], labels[keep]
     ce = F.cross_entropy(z, labels, reduction="sum")
     if teacher is None:
@@ -37,7 +37,7 @@ def test_chunks_equal_the_naive_loss(
     hidden = torch.randn(23, 12, dtype=torch.float64, requires_grad=True)
     module = torch.nn.Linear(12, 31, bias=biased, dtype=torch.float64)
     labels = torch.randint(0, 25, (23,))
-    labels[[3, 11]] = D.IGNORED
+    labels[[3, 11]] = D.IGNORE_INDEX
     teacher = None if teacher_vocab is None else 3 * torch.randn(23, teacher_vocab, dtype=torch.float64)
     head = D.Head(module, scale, softcap)
     spec = D.Objective(teacher is not None, temperature, ce_weight if teacher is not None else 1.0)
@@ -187,7 +187,7 @@ def test_liger_is_called_for_plain_loss_and_equals_the_chunks(liger, biased, sof
     hidden = torch.randn(23, 12, requires_grad=True)
     head = D.Head(torch.nn.Linear(12, 31, bias=biased), softcap=softcap)
     labels = torch.randint(0, 31, (23,))
-    labels[[3, 11]] = D.IGNORED
+    labels[[3, 11]] = D.IGNORE_INDEX
     leaves = [hidden, *head.module.parameters()]
     found = [D.chunked_loss(hidden, labels, D.Objective(liger=on), head=head) for on in (False, True)]
     assert len(liger) == 1 and liger[0]["accum_dtype"] == torch.float32

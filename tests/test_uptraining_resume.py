@@ -21,7 +21,7 @@ from mha2gqa.errors import CheckpointError, UsageError
 from mha2gqa.uptraining import trainer as trainer_module
 from mha2gqa.uptraining import uptrain
 from mha2gqa.uptraining.guard import Interrupted, SpikeGuard
-from mha2gqa.uptraining.run_dir import Workspace, file_stamp
+from mha2gqa.uptraining.run_dir import RunDirectory, file_fingerprint
 
 STEPS = 10
 RUN = {"tokens": 64 * STEPS, "save_steps": 3, "learning_rate": 3e-3, "eval_steps": 4, **TINY}
@@ -118,15 +118,15 @@ def test_killed_twice_with_other_bookkeeping(models, straight, tmp_path):
 
 def test_killed_while_saving(models, straight, tmp_path, monkeypatch):
     student, text = models
-    out, seal = tmp_path / "up", trainer_module.seal
+    out, mark_complete = tmp_path / "up", trainer_module.mark_complete
 
     def killing(folder):
         if folder.name == "checkpoint-6":
             raise Killed
-        seal(folder)
+        mark_complete(folder)
 
     with monkeypatch.context() as patch:
-        patch.setattr(trainer_module, "seal", killing)
+        patch.setattr(trainer_module, "mark_complete", killing)
         with pytest.raises(Killed):
             uptrain(student, out, text, **RUN)
     result = uptrain(student, out, text, **RUN)
@@ -149,7 +149,7 @@ def test_disk_full_while_saving_loses_nothing_earlier(models, straight, tmp_path
         patch.setattr(torch, "save", full)
         with pytest.raises(CheckpointError, match=r"No space left on device.*earlier checkpoints are kept"):
             uptrain(student, out, text, **RUN)
-    assert Workspace(out).last().name == "checkpoint-3"
+    assert RunDirectory(out).last().name == "checkpoint-3"
     result = uptrain(student, out, text, **RUN)
     assert result.resumed_from == 3 and equal(out, straight[False][0])
 
@@ -158,24 +158,24 @@ def test_disk_full_while_saving_loses_nothing_earlier(models, straight, tmp_path
 def test_a_real_file_system_that_takes_no_more(models, straight, tmp_path, monkeypatch, first_refused):
     """Neither safetensors nor torch.save then raises an OSError: real writes, stopped by a limit of the process."""
     student, text = models
-    out, seal = tmp_path / "up", trainer_module.seal
+    out, mark_complete = tmp_path / "up", trainer_module.mark_complete
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 
     def limiting(folder):
-        seal(folder)
+        mark_complete(folder)
         size = (folder / first_refused).stat().st_size
         resource.setrlimit(resource.RLIMIT_FSIZE, (size // 2, before[1]))
 
     try:
         with monkeypatch.context() as patch:
-            patch.setattr(trainer_module, "seal", limiting)
+            patch.setattr(trainer_module, "mark_complete", limiting)
             with pytest.raises(CheckpointError, match=r"checkpoint-6: cannot be saved .*free disk space"):
                 uptrain(student, out, text, **RUN)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, ignored)
-    assert [p.name for p in Workspace(out).root.glob("checkpoint-*")] == ["checkpoint-3"]
+    assert [p.name for p in RunDirectory(out).root.glob("checkpoint-*")] == ["checkpoint-3"]
     result = uptrain(student, out, text, **RUN)
     assert result.resumed_from == 3 and equal(out, straight[False][0])
 
@@ -216,7 +216,7 @@ def test_kill_minus_nine(models, straight, tmp_path):
     )
     process = subprocess.Popen([sys.executable, "-c", code, json.dumps(RUN)], stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
-    while not (Workspace(out).root / "checkpoint-6" / "complete.json").exists():
+    while not (RunDirectory(out).root / "checkpoint-6" / "complete.json").exists():
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.05)
     process.kill()
@@ -335,13 +335,13 @@ def test_text_that_changed_after_it_was_cut(models, tmp_path):
 def test_large_files_are_sampled_throughout(tmp_path):
     file = tmp_path / "text.txt"
     file.write_bytes(bytes(5 << 20))
-    before = file_stamp(file)
+    before = file_fingerprint(file)
     for place in (0, (1 << 20) + 10, 5 * (1 << 20) - 1):
         with file.open("r+b") as handle:
             handle.seek(place)
             handle.write(b"x")
-        assert file_stamp(file) != before
-        before = file_stamp(file)
+        assert file_fingerprint(file) != before
+        before = file_fingerprint(file)
 
 
 def test_another_teacher_on_resuming_is_a_changed_recipe(tmp_path):

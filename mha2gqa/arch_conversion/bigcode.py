@@ -11,7 +11,7 @@ from torch import Tensor
 from ..architectures.spec import Geometry
 from ..errors import UnsupportedModelError
 from ..heads import fuse
-from .tensor_map import RecipeBook, Reexpression, carried, number
+from .tensor_map import ArchConversion, TensorMapBuilder, carried, number
 
 
 def _bigcode_config(config: Mapping[str, Any], **own: Any) -> dict[str, Any]:
@@ -35,13 +35,13 @@ def _per_head(heads: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return fuse("per_head", q, k, v, Geometry(heads, heads, head_dim, head_dim))
 
 
-def gpt2(config: Mapping[str, Any], names: Iterable[str]) -> Reexpression:
+def gpt2(config: Mapping[str, Any], names: Iterable[str]) -> ArchConversion:
     """GPT-2 as GPTBigCode: its Conv1D matrices turned, q, k and v woven head by head."""
     for key in ("scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn", "add_cross_attention"):
         if config.get(key):
             raise UnsupportedModelError(f"GPTBigCode has no {key}", where="config.json")
     heads, layers = number(config, "n_head"), number(config, "n_layer")
-    book = RecipeBook(names, "transformer.", "wte.weight")
+    book = TensorMapBuilder(names, "transformer.", "wte.weight")
     book.copy({f"transformer.{x}.weight": f"{x}.weight" for x in ("wte", "wpe")})
 
     def woven(x: Tensor) -> Tensor:
@@ -65,10 +65,10 @@ def gpt2(config: Mapping[str, Any], names: Iterable[str]) -> Reexpression:
     )  # fmt: skip
     own = {key: config[key] for key in keys if key in config}
     new = _bigcode_config(config, **own, activation_function=config.get("activation_function", "gelu_new"))
-    return Reexpression(str(config.get("model_type")), "gpt_bigcode", new, book.finish())
+    return ArchConversion(str(config.get("model_type")), "gpt_bigcode", new, book.finish())
 
 
-def opt(config: Mapping[str, Any], names: Iterable[str]) -> Reexpression:
+def opt(config: Mapping[str, Any], names: Iterable[str]) -> ArchConversion:
     """OPT (norm before attention) as GPTBigCode: q, k and v woven, the position table without its offset."""
     width = number(config, "hidden_size")
     if not config.get("do_layer_norm_before", True):
@@ -80,9 +80,9 @@ def opt(config: Mapping[str, Any], names: Iterable[str]) -> Reexpression:
     if not config.get("enable_bias", True) or not config.get("layer_norm_elementwise_affine", True):
         raise UnsupportedModelError("GPTBigCode needs biases and affine norms", where="config.json")
     heads, layers = number(config, "num_attention_heads"), number(config, "num_hidden_layers")
-    book = RecipeBook(names, "model.decoder.", "embed_tokens.weight")
+    book = TensorMapBuilder(names, "model.decoder.", "embed_tokens.weight")
     if not book.prefix:
-        book = RecipeBook(names, "decoder.", "embed_tokens.weight")
+        book = TensorMapBuilder(names, "decoder.", "embed_tokens.weight")
     book.copy({"transformer.wte.weight": "embed_tokens.weight"})
     book.add("transformer.wpe.weight", lambda x: x[2:].contiguous(), "embed_positions.weight")
     for layer in range(layers):
@@ -118,10 +118,10 @@ def opt(config: Mapping[str, Any], names: Iterable[str]) -> Reexpression:
         layer_norm_epsilon=1e-5,
     )
     note = "OPT counts positions from the attention mask, GPTBigCode from position_ids: left-padded batches need them"
-    return Reexpression("opt", "gpt_bigcode", new, book.finish(), (note,))
+    return ArchConversion("opt", "gpt_bigcode", new, book.finish(), (note,))
 
 
-def falcon(config: Mapping[str, Any], names: Iterable[str]) -> Reexpression:
+def falcon(config: Mapping[str, Any], names: Iterable[str]) -> ArchConversion:
     """Old Falcon with all KV heads in the new decoder architecture: the same tensors under another config."""
     if config.get("new_decoder_architecture") or config.get("multi_query", True):
         raise UnsupportedModelError(
@@ -131,11 +131,11 @@ def falcon(config: Mapping[str, Any], names: Iterable[str]) -> Reexpression:
         raise UnsupportedModelError(
             "the new decoder architecture cannot run with parallel_attn false", where="config.json"
         )
-    book = RecipeBook(names, "", "")
+    book = TensorMapBuilder(names, "", "")
     book.copy({name: name for name in names})
     new = dict(config) | {
         "new_decoder_architecture": True,
         "num_kv_heads": number(config, "num_attention_heads"),
         "num_ln_in_parallel_attn": 1,
     }
-    return Reexpression("falcon", "falcon", new, book.finish())
+    return ArchConversion("falcon", "falcon", new, book.finish())

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ..heads import codegen_part, interleaved_to_half_split, join_heads, view_heads
 from .tensor_map import (
-    RecipeBook,
-    Reexpression,
+    ArchConversion,
+    TensorMapBuilder,
     carried,
     copied,
     copy_or_zero_bias,
@@ -26,22 +26,22 @@ def _half_split_rows(heads: int, rotary: int, x: Tensor) -> Tensor:
     return join_heads(interleaved_to_half_split(view_heads(x, heads), rotary))
 
 
-def gptj(config: Mapping[str, Any], names: Iterable[str]) -> Reexpression:
+def gptj(config: Mapping[str, Any], names: Iterable[str]) -> ArchConversion:
     """GPT-J as Phi: rows of q and k move so that RoPE pairs lie half a rotary width apart; zero biases."""
     return _gptj_like(config, names, "gptj")
 
 
-def codegen(config: Mapping[str, Any], names: Iterable[str]) -> Reexpression:
+def codegen(config: Mapping[str, Any], names: Iterable[str]) -> ArchConversion:
     """CodeGen as Phi: GPT-J with q, v and k in one tensor of four blocks."""
     return _gptj_like(config, names, "codegen")
 
 
-def _gptj_like(config: Mapping[str, Any], names: Iterable[str], model_type: str) -> Reexpression:
+def _gptj_like(config: Mapping[str, Any], names: Iterable[str], model_type: str) -> ArchConversion:
     heads, layers = number(config, "n_head"), number(config, "n_layer")
     width, rotary = number(config, "n_embd"), config.get("rotary_dim", 64)
     head_dim = width // heads
     rotary = head_dim if rotary is None else int(rotary)
-    book = RecipeBook(names, "transformer.", "wte.weight")
+    book = TensorMapBuilder(names, "transformer.", "wte.weight")
     book.copy({"model.embed_tokens.weight": "wte.weight"})
     turn = partial(_half_split_rows, heads, rotary)
     for layer in range(layers):
@@ -88,7 +88,7 @@ def _gptj_like(config: Mapping[str, Any], names: Iterable[str], model_type: str)
         "embd_pdrop": 0.0,
         "attention_dropout": config.get("attn_pdrop", 0.0),
     }
-    return Reexpression(model_type, "phi", new, book.finish())
+    return ArchConversion(model_type, "phi", new, book.finish())
 
 
 def _fraction(rotary: int, head_dim: int) -> float:

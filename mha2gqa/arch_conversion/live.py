@@ -8,7 +8,7 @@ from typing import Any
 from .routes import plan
 
 
-def reexpressed_model(model: Any, groups: int | None = None, as_: str | None = "auto") -> Any:
+def arch_converted_model(model: Any, groups: int | None = None, as_: str | None = "auto") -> Any:
     """The model in the architecture it is converted in: itself, or one of another class with the same function.
 
     Args:

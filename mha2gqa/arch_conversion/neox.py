@@ -12,7 +12,16 @@ from torch import Tensor
 from ..architectures.spec import Geometry
 from ..errors import UnsupportedModelError
 from ..heads import split_fused
-from .tensor_map import RecipeBook, Reexpression, carried, copy_or_zero_bias, number, rope, wide, zero_rows
+from .tensor_map import (
+    ArchConversion,
+    TensorMapBuilder,
+    carried,
+    copy_or_zero_bias,
+    number,
+    rope,
+    wide,
+    zero_rows,
+)
 
 
 def scaled_columns(weight: Tensor, gamma: Tensor) -> Tensor:
@@ -40,7 +49,7 @@ def _neox_rows(part: int, num_heads: int, x: Tensor) -> Tensor:
     return split_fused("per_head", x, Geometry(num_heads, num_heads, head_dim, head_dim))[part]
 
 
-def gpt_neox(config: Mapping[str, Any], names: Iterable[str]) -> Reexpression:
+def gpt_neox(config: Mapping[str, Any], names: Iterable[str]) -> ArchConversion:
     """GPT-NeoX (Pythia, NeoX-20B, Dolly: parallel residual) as Phi, or sequential (RedPajama) as Nemotron.
 
     NeoX normalises attention and feed-forward input apart, Phi once: both gains and shifts go into the
@@ -48,7 +57,7 @@ def gpt_neox(config: Mapping[str, Any], names: Iterable[str]) -> Reexpression:
     """
     heads, layers = number(config, "num_attention_heads"), number(config, "num_hidden_layers")
     parallel = config.get("use_parallel_residual", True)
-    book = RecipeBook(names, "gpt_neox.", "embed_in.weight")
+    book = TensorMapBuilder(names, "gpt_neox.", "embed_in.weight")
     book.copy({"model.embed_tokens.weight": "embed_in.weight"})
     for layer in range(layers):
         (_neox_phi_layer if parallel else _neox_nemotron_layer)(book, layer, heads)
@@ -64,7 +73,7 @@ def gpt_neox(config: Mapping[str, Any], names: Iterable[str]) -> Reexpression:
         book.copy({"model.norm.bias": "final_layer_norm.bias"})
     recipes = book.finish()
     new = _neox_config(config, heads, parallel)
-    return Reexpression("gpt_neox", new["model_type"], new, recipes)
+    return ArchConversion("gpt_neox", new["model_type"], new, recipes)
 
 
 def _minus_one(gamma: Tensor) -> Tensor:
@@ -109,7 +118,7 @@ def _neox_config(config: Mapping[str, Any], heads: int, parallel: bool) -> dict[
     }
 
 
-def _neox_phi_layer(book: RecipeBook, layer: int, heads: int) -> None:
+def _neox_phi_layer(book: TensorMapBuilder, layer: int, heads: int) -> None:
     source, target = f"layers.{layer}", f"model.layers.{layer}"
     qkv, ln1, ln2 = (
         f"{source}.{m}" for m in ("attention.query_key_value", "input_layernorm", "post_attention_layernorm")
@@ -139,7 +148,7 @@ def _neox_phi_layer(book: RecipeBook, layer: int, heads: int) -> None:
     book.add(f"{target}.input_layernorm.bias", _zeros, f"{ln1}.bias")
 
 
-def _neox_nemotron_layer(book: RecipeBook, layer: int, heads: int) -> None:
+def _neox_nemotron_layer(book: TensorMapBuilder, layer: int, heads: int) -> None:
     source, target = f"layers.{layer}", f"model.layers.{layer}"
     qkv = f"{source}.attention.query_key_value"
     for part, name in enumerate(("q_proj", "k_proj", "v_proj")):

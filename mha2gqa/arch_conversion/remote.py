@@ -15,7 +15,7 @@ from torch import Tensor
 from ..architectures.spec import Geometry
 from ..errors import UnsupportedModelError
 from ..heads import split_fused
-from .tensor_map import RecipeBook, Reexpression, carried, number, rope
+from .tensor_map import ArchConversion, TensorMapBuilder, carried, number, rope
 
 _NORMS = ("input_layernorm", "post_attention_layernorm")
 
@@ -37,7 +37,7 @@ def _llama_config(config: Mapping[str, Any], **own: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def baichuan(config: Mapping[str, Any], names: Iterable[str]) -> Reexpression:
+def baichuan(config: Mapping[str, Any], names: Iterable[str]) -> ArchConversion:
     """Baichuan-7B and Baichuan2-7B as Llama: W_pack holds `[q; k; v]`.
 
     Baichuan2 normalises the rows of its output embedding in every forward pass: the rows are stored
@@ -55,7 +55,7 @@ def baichuan(config: Mapping[str, Any], names: Iterable[str]) -> Reexpression:
             "cannot tell Baichuan from Baichuan2: class name and vocabulary size disagree",
             where="config.json",
         )
-    book = RecipeBook(names, "model.", "embed_tokens.weight")
+    book = TensorMapBuilder(names, "model.", "embed_tokens.weight")
     book.copy({f"model.{x}.weight": f"{x}.weight" for x in ("embed_tokens", "norm")})
     for layer in range(number(config, "num_hidden_layers")):
         source, target = f"layers.{layer}", f"model.layers.{layer}"
@@ -73,28 +73,28 @@ def baichuan(config: Mapping[str, Any], names: Iterable[str]) -> Reexpression:
         book.recipes["lm_head.weight"] = type(recipe)(recipe.sources, _unit_rows)
     else:
         book.head("lm_head.weight", "lm_head.weight", bool(config.get("tie_word_embeddings", False)))
-    return Reexpression("baichuan", "llama", _llama_config(config), book.finish())
+    return ArchConversion("baichuan", "llama", _llama_config(config), book.finish())
 
 
 def _unit_rows(x: Tensor) -> Tensor:
     return torch.nn.functional.normalize(x.float()).to(x.dtype)
 
 
-def internlm(config: Mapping[str, Any], names: Iterable[str]) -> Reexpression:
+def internlm(config: Mapping[str, Any], names: Iterable[str]) -> ArchConversion:
     """InternLM (the first) as Llama: the same names; `bias` becomes `attention_bias`."""
     new = _llama_config(config, attention_bias=bool(config.get("bias", True)), mlp_bias=False)
-    book = RecipeBook(names, "", "")
+    book = TensorMapBuilder(names, "", "")
     book.copy({name: name for name in names if not name.endswith("rotary_emb.inv_freq")})
-    return Reexpression("internlm", "llama", new, book.finish())
+    return ArchConversion("internlm", "llama", new, book.finish())
 
 
-def internlm2(config: Mapping[str, Any], names: Iterable[str]) -> Reexpression:
+def internlm2(config: Mapping[str, Any], names: Iterable[str]) -> ArchConversion:
     """InternLM2 as Llama: wqkv holds, per KV head, its queries, then k, then v."""
     heads = number(config, "num_attention_heads")
     kv_heads = config.get("num_key_value_heads") or heads
     head_dim = number(config, "hidden_size") // heads
     geometry = Geometry(heads, kv_heads, head_dim, head_dim)
-    book = RecipeBook(names, "model.", "tok_embeddings.weight")
+    book = TensorMapBuilder(names, "model.", "tok_embeddings.weight")
     book.copy({"model.embed_tokens.weight": "tok_embeddings.weight", "model.norm.weight": "norm.weight"})
     bias = bool(config.get("bias", False))
     for layer in range(number(config, "num_hidden_layers")):
@@ -118,13 +118,13 @@ def internlm2(config: Mapping[str, Any], names: Iterable[str]) -> Reexpression:
         )
     book.head("lm_head.weight", "output.weight", bool(config.get("tie_word_embeddings", False)))
     new = _llama_config(config, attention_bias=bias)
-    return Reexpression("internlm2", "llama", new, book.finish())
+    return ArchConversion("internlm2", "llama", new, book.finish())
 
 
-def qwen(config: Mapping[str, Any], names: Iterable[str]) -> Reexpression:
+def qwen(config: Mapping[str, Any], names: Iterable[str]) -> ArchConversion:
     """Qwen (the first) as Qwen2: c_attn holds `[q; k; v]`; w2 is the gate and w1 what it gates."""
     heads = number(config, "num_attention_heads")
-    book = RecipeBook(names, "transformer.", "wte.weight")
+    book = TensorMapBuilder(names, "transformer.", "wte.weight")
     book.copy({"model.embed_tokens.weight": "wte.weight", "model.norm.weight": "ln_f.weight"})
     for layer in range(number(config, "num_hidden_layers")):
         source, target = f"h.{layer}", f"model.layers.{layer}"
@@ -161,7 +161,7 @@ def qwen(config: Mapping[str, Any], names: Iterable[str]) -> Reexpression:
     }
     long = [key for key in ("use_dynamic_ntk", "use_logn_attn") if config.get(key)]
     notes = (f"{', '.join(long)} do not carry over: equal up to {trained} tokens",) if long else ()
-    return Reexpression("qwen", "qwen2", new, book.finish(), notes)
+    return ArchConversion("qwen", "qwen2", new, book.finish(), notes)
 
 
 __all__ = ["baichuan", "internlm", "internlm2", "qwen"]

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from ..architectures.reexpressed import REEXPRESSED, Route
+from ..architectures.arch_conversions import ARCH_CONVERSIONS, Route
 from ..architectures.registry import SUPPORTED_TYPES
 from ..errors import UnsupportedModelError, UsageError
 from . import bigcode, gptj, neox, remote
-from .tensor_map import Reexpression
+from .tensor_map import ArchConversion
 
-_ROUTES: dict[tuple[str, str], Callable[[Mapping[str, Any], Iterable[str]], Reexpression]] = {
+_ROUTES: dict[tuple[str, str], Callable[[Mapping[str, Any], Iterable[str]], ArchConversion]] = {
     ("gpt_neox", "phi"): neox.gpt_neox,
     ("gpt_neox", "nemotron"): neox.gpt_neox,
     ("gptj", "phi"): gptj.gptj,
@@ -29,7 +29,7 @@ _ROUTES: dict[tuple[str, str], Callable[[Mapping[str, Any], Iterable[str]], Reex
 
 def plan(
     config: Mapping[str, Any], names: Iterable[str], groups: int | None = None, as_: str | None = "auto"
-) -> Reexpression | None:
+) -> ArchConversion | None:
     """How a checkpoint is written as another architecture, or None if it stays what it is.
 
     Args:
@@ -45,7 +45,7 @@ def plan(
         CheckpointError: Tensors are missing, or left over.
     """
     model_type = str(config.get("model_type"))
-    routes = REEXPRESSED.get(model_type, ())
+    routes = ARCH_CONVERSIONS.get(model_type, ())
     heads = config.get("num_attention_heads", config.get("n_head"))
     if as_ == "none":
         return None
@@ -78,7 +78,7 @@ def plan(
 
 def _first_fitting(
     config: Mapping[str, Any], names: Iterable[str], routes: Iterable[Route]
-) -> Reexpression | None:
+) -> ArchConversion | None:
     """The first route that takes this model; one that only reaches all or one KV head may pass."""
     for route in routes:
         try:

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checkpoints.ignored_keys import without_leftovers
+from ..checkpoints.ignored_keys import without_ignored
 from ..errors import CheckpointError
 
 
 @dataclass(frozen=True)
-class Recipe:
+class TensorMap:
     """How one tensor of the result is made.
 
     Args:
@@ -27,7 +27,7 @@ class Recipe:
 
 
 @dataclass(frozen=True)
-class Reexpression:
+class ArchConversion:
     """A checkpoint written as another architecture that computes the same, with as many KV heads as before.
 
     Args:
@@ -40,7 +40,7 @@ class Reexpression:
     source_type: str
     target_type: str
     config: dict[str, Any]
-    recipes: Mapping[str, Recipe] = field(hash=False)
+    recipes: Mapping[str, TensorMap] = field(hash=False)
     notes: tuple[str, ...] = ()
 
     @property
@@ -69,7 +69,7 @@ def wide(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x.double()
 
 
-class RecipeBook:
+class TensorMapBuilder:
     """Collects recipes; refuses a source that lacks a tensor or has one that nothing uses.
 
     Args:
@@ -81,7 +81,7 @@ class RecipeBook:
     def __init__(self, names: Iterable[str], prefix: str, probe: str) -> None:
         self.names = set(names)
         self.prefix = prefix if prefix + probe in self.names else ""
-        self.recipes: dict[str, Recipe] = {}
+        self.recipes: dict[str, TensorMap] = {}
         self._used: set[str] = set()
 
     def add(self, target: str, make: Callable[..., Tensor], *sources: str) -> None:
@@ -105,16 +105,16 @@ class RecipeBook:
     def _add(self, target: str, make: Callable[..., Tensor], sources: tuple[str, ...]) -> None:
         if missing := sorted(set(sources) - self.names):
             raise CheckpointError(f"no tensor {', '.join(missing)}", fix="the checkpoint is incomplete")
-        self.recipes[target] = Recipe(sources, make)
+        self.recipes[target] = TensorMap(sources, make)
         self._used |= set(sources)
 
-    def finish(self) -> dict[str, Recipe]:
+    def finish(self) -> dict[str, TensorMap]:
         """All recipes.
 
         Raises:
             CheckpointError: A tensor is left over: the source is not what its config says.
         """
-        left = without_leftovers(self.names - self._used)
+        left = without_ignored(self.names - self._used)
         if left:
             more = "" if len(left) <= 5 else f" and {len(left) - 5} more"
             raise CheckpointError(
@@ -166,7 +166,7 @@ def zero_rows(x: Tensor) -> Tensor:
     return x.new_zeros(x.shape[0])
 
 
-def copy_or_zero_bias(book: RecipeBook, target: str, source: str) -> None:
+def copy_or_zero_bias(book: TensorMapBuilder, target: str, source: str) -> None:
     """A layer whose target has a bias in any case."""
     book.copy({f"{target}.weight": f"{source}.weight"})
     if book.has(f"{source}.bias"):

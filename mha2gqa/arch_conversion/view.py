@@ -16,11 +16,11 @@ from ..checkpoints.reader import Checkpoint, TensorInfo, open_checkpoint
 from ..checkpoints.writer import check_space, copy_side_files, plan_shards, write_shards, write_text
 from ..errors import CheckpointError
 from .routes import plan
-from .tensor_map import Recipe, Reexpression, copied
+from .tensor_map import ArchConversion, TensorMap, copied
 from .tokenizer import carry_tokenizer
 
 
-class Reexpressed(Checkpoint):
+class ArchConvertedCheckpoint(Checkpoint):
     """`source` as another architecture, a checkpoint like any other; nothing is read before it is asked for.
 
     A tensor that only has another name keeps its bytes and is copied as such.
@@ -33,7 +33,7 @@ class Reexpressed(Checkpoint):
         source, found: As given; the others as in `Checkpoint`.
     """
 
-    def __init__(self, source: Checkpoint, found: Reexpression) -> None:
+    def __init__(self, source: Checkpoint, found: ArchConversion) -> None:
         self.source, self.found = source, found
         self.path, self.revision = source.path, source.revision
         self.files, self.is_bin, self.metadata = source.files, source.is_bin, source.metadata
@@ -74,20 +74,20 @@ class Reexpressed(Checkpoint):
 def as_architecture(
     checkpoint: Checkpoint, groups: int | None = None, as_: str | None = "auto"
 ) -> Checkpoint:
-    """The checkpoint as the architecture it is converted in: itself, or `Reexpressed`.
+    """The checkpoint as the architecture it is converted in: itself, or `ArchConvertedCheckpoint`.
 
     Args:
         checkpoint: The source.
         groups, as_: As in `plan`, which says what is raised.
     """
     found = plan(checkpoint.config, checkpoint.tensors, groups, as_)
-    return checkpoint if found is None else Reexpressed(checkpoint, found)
+    return checkpoint if found is None else ArchConvertedCheckpoint(checkpoint, found)
 
 
-def shapes_of(found: Reexpression, shapes: Mapping[str, Iterable[int]]) -> dict[str, tuple[int, ...]]:
+def shapes_of(found: ArchConversion, shapes: Mapping[str, Iterable[int]]) -> dict[str, tuple[int, ...]]:
     """Shape of every tensor of the result, from those of the source; nothing is read."""
 
-    def meta(recipe: Recipe) -> Tensor:
+    def meta(recipe: TensorMap) -> Tensor:
         return recipe.make(*(torch.empty(tuple(shapes[s]), device="meta") for s in recipe.sources))
 
     return {name: tuple(meta(recipe).shape) for name, recipe in found.recipes.items()}
@@ -102,7 +102,7 @@ def written(checkpoint: Checkpoint, beside: Path, trust_remote_code: bool = Fals
         beside: The folder stands beside this path, on the same disk.
         trust_remote_code: Consent to a tokenizer's own code.
     """
-    if not isinstance(checkpoint, Reexpressed):
+    if not isinstance(checkpoint, ArchConvertedCheckpoint):
         yield checkpoint
         return
     check_space(beside, 2 * checkpoint.nbytes)
@@ -116,7 +116,7 @@ def written(checkpoint: Checkpoint, beside: Path, trust_remote_code: bool = Fals
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def write(checkpoint: Reexpressed, folder: Path, trust_remote_code: bool = False) -> None:
+def write(checkpoint: ArchConvertedCheckpoint, folder: Path, trust_remote_code: bool = False) -> None:
     """Write a re-expressed checkpoint into an existing folder, tensor by tensor."""
     write_shards(checkpoint, plan_shards(checkpoint, {}), folder)
     copy_side_files(checkpoint, folder)

@@ -1,13 +1,13 @@
 """The table of architectures: how each stores its attention, and what may be done to it."""
 
 from .listing import list_architectures
-from .locate import config_changes, find_sites, geometry, kv_heads_before, plan_groups
+from .locate import config_changes, find_attention_modules, geometry, kv_heads_before, plan_groups
 from .registry import find_spec
 from .spec import (
-    AttentionSite,
+    AttentionModule,
     AttentionSpec,
     Geometry,
-    HeadExtra,
+    PerHeadParameter,
     Target,
     Variant,
     check_groups,
@@ -17,15 +17,15 @@ from .spec import (
 )
 
 __all__ = [
-    "AttentionSite",
+    "AttentionModule",
     "AttentionSpec",
     "Geometry",
-    "HeadExtra",
+    "PerHeadParameter",
     "Target",
     "Variant",
     "check_groups",
     "config_changes",
-    "find_sites",
+    "find_attention_modules",
     "find_spec",
     "geometry",
     "kv_heads_before",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .spec import AttentionSpec, HeadExtra, Variant
+from .spec import AttentionSpec, PerHeadParameter, Variant
 
 
 def _both_kinds(heads_key: str, head_dim_key: str = "head_dim") -> tuple[Variant, ...]:
@@ -32,7 +32,7 @@ T5 = AttentionSpec(
     k="k",
     v="v",
     o="o",
-    extras=(HeadExtra("relative_attention_bias.weight", "query", axis=1, kind="self"),),
+    per_head=(PerHeadParameter("relative_attention_bias.weight", "query", axis=1, kind="self"),),
     position="relative",
     key_symmetry="linear",
     permutable="model",

@@ -7,8 +7,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from .arch_conversions import ARCH_CONVERSIONS
 from .exported import EXPORTED, STOCK
-from .reexpressed import REEXPRESSED
 from .refusals import REFUSED
 from .registry import BY_FLAGS, SUPPORTED
 from .wrappers import TEXT_PARTS, WRAPPERS
@@ -67,6 +67,6 @@ def reexpressed_rows() -> list[dict[str, str]]:
             "when": route.when,
             "proven": "forward" if f"{name} -> {route.target}" in proofs()["reexpressed"] else "layout",
         }
-        for name in sorted(REEXPRESSED)
-        for route in REEXPRESSED[name]
+        for name in sorted(ARCH_CONVERSIONS)
+        for route in ARCH_CONVERSIONS[name]
     ]

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ..errors import CheckpointError
-from .spec import AttentionSite, AttentionSpec, Geometry, Variant, check_groups, lookup
+from .spec import AttentionModule, AttentionSpec, Geometry, Variant, check_groups, lookup
 
 
 def _role_pattern(spec: AttentionSpec) -> tuple[re.Pattern[str], dict[str, str]]:
@@ -19,13 +19,13 @@ def _role_pattern(spec: AttentionSpec) -> tuple[re.Pattern[str], dict[str, str]]
         for module, role in {**projections, spec.o: "o"}.items()
         for leaf in ("weight", "bias")
     }
-    roles |= {extra.name: extra.name for extra in spec.extras}
+    roles |= {extra.name: extra.name for extra in spec.per_head}
     roles |= {f"{norm}.{leaf}": f"{norm}.{leaf}" for norm in spec.qk_norm for leaf in ("weight", "bias")}
     parts = [re.escape(n).replace(re.escape("{head}"), r"\d+") for n in sorted(roles, key=len, reverse=True)]
     return re.compile("|".join(parts)), roles
 
 
-def find_sites(spec: AttentionSpec, names: Iterable[str]) -> list[AttentionSite]:
+def find_attention_modules(spec: AttentionSpec, names: Iterable[str]) -> list[AttentionModule]:
     """Locate every attention module of `spec` among tensor names, in layer order.
 
     Args:
@@ -33,14 +33,14 @@ def find_sites(spec: AttentionSpec, names: Iterable[str]) -> list[AttentionSite]
         names: All tensor names of the checkpoint, or of a model's state dict.
 
     Returns:
-        The sites; a layer without attention (hybrids) simply has none, and neither has a layer that
+        The modules; a layer without attention (hybrids) simply has none, and neither has a layer that
         reuses the keys and values of another.
 
     Raises:
         CheckpointError: A projection is missing, or two towers claim the same layer.
     """
     inside, roles = _role_pattern(spec)
-    only_in = {extra.name: extra.kind for extra in spec.extras if extra.kind}
+    only_in = {extra.name: extra.kind for extra in spec.per_head if extra.kind}
     prefix = "|".join(re.escape(p) for p in sorted(spec.prefixes, key=len, reverse=True))
     alternatives = []
     for i, (_, template) in enumerate(spec.modules):
@@ -64,10 +64,10 @@ def find_sites(spec: AttentionSpec, names: Iterable[str]) -> list[AttentionSite]
 
 def _checked_sites(
     spec: AttentionSpec, found: Mapping[tuple[int, int, str], Mapping[str, str]]
-) -> list[AttentionSite]:
+) -> list[AttentionModule]:
     fused = spec.layout != "separate"
     needed = ("qkv.weight", "o.weight") if fused else ("q.weight", "k.weight", "v.weight", "o.weight")
-    sites: dict[tuple[int, int], AttentionSite] = {}
+    modules: dict[tuple[int, int], AttentionModule] = {}
     for (layer, which, path), names in sorted(found.items()):
         missing = [role for role in needed if role not in names]
         if missing == ["k.weight", "v.weight"] and spec.permutable == "never":
@@ -80,13 +80,13 @@ def _checked_sites(
                 where=path,
                 fix="the checkpoint is incomplete; download it again",
             )
-        if (layer, which) in sites:
+        if (layer, which) in modules:
             raise CheckpointError(
-                f"both {sites[layer, which].path} and {path} look like layer {layer} of the text model",
+                f"both {modules[layer, which].path} and {path} look like layer {layer} of the text model",
                 fix="keep one of them in the checkpoint",
             )
-        sites[layer, which] = AttentionSite(path, layer, spec.modules[which][0], names)
-    return list(sites.values())
+        modules[layer, which] = AttentionModule(path, layer, spec.modules[which][0], names)
+    return list(modules.values())
 
 
 def class_default(model_type: str, key: str) -> Any:
@@ -128,15 +128,18 @@ def _variants(spec: AttentionSpec, kind: str) -> tuple[Variant, ...]:
 
 
 def geometry(
-    spec: AttentionSpec, config: Mapping[str, Any], site: AttentionSite, shapes: Mapping[str, Sequence[int]]
+    spec: AttentionSpec,
+    config: Mapping[str, Any],
+    module: AttentionModule,
+    shapes: Mapping[str, Sequence[int]],
 ) -> Geometry:
-    """Head counts of one site from its tensors, checked against the config.
+    """Head counts of one module from its tensors, checked against the config.
 
     Args:
         spec: The architecture.
         config: The whole raw config.
-        site: The attention module.
-        shapes: Shape of every tensor of the site by tensor name.
+        module: The attention module.
+        shapes: Shape of every tensor of the module by tensor name.
 
     Returns:
         The geometry.
@@ -147,14 +150,16 @@ def geometry(
     text = spec.text_config(config)
     errors: list[CheckpointError] = []
     fits: set[Geometry] = set()
-    variants = _variants(spec, site.kind)
+    variants = _variants(spec, module.kind)
     for variant in variants:
         try:
-            fits.add(_geometry(spec, text, site, shapes, variant))
+            fits.add(_geometry(spec, text, module, shapes, variant))
         except CheckpointError as error:
             errors.append(error)
     if len(fits) > 1:
-        raise CheckpointError("its tensors fit several kinds of layer of this architecture", where=site.path)
+        raise CheckpointError(
+            "its tensors fit several kinds of layer of this architecture", where=module.path
+        )
     if not fits:
         raise errors[0]
     return fits.pop()
@@ -163,50 +168,50 @@ def geometry(
 def _geometry(
     spec: AttentionSpec,
     text: Mapping[str, Any],
-    site: AttentionSite,
+    module: AttentionModule,
     shapes: Mapping[str, Sequence[int]],
     variant: Variant,
 ) -> Geometry:
     """Geometry under the config keys of one variant."""
 
     def disagree(
-        what: str, fix: str = "config and tensors must belong together", where: str = site.path
+        what: str, fix: str = "config and tensors must belong together", where: str = module.path
     ) -> CheckpointError:
         return CheckpointError(what, where=where, fix=fix)
 
-    num_heads = _declared_heads(spec, text, variant.heads_key, site.layer)
+    num_heads = _declared_heads(spec, text, variant.heads_key, module.layer)
     rows = -1 if spec.transposed else 0
-    head_dim = layer_value(text, variant.head_dim_key, site.layer)
-    o_in = shapes[site.names["o.weight"]][0 if spec.transposed else -1]
+    head_dim = layer_value(text, variant.head_dim_key, module.layer)
+    o_in = shapes[module.names["o.weight"]][0 if spec.transposed else -1]
     if spec.layout != "separate":
         head_dim = head_dim or o_in // num_heads
-        kv_rows = shapes[site.names["qkv.weight"]][rows] - num_heads * head_dim
+        kv_rows = shapes[module.names["qkv.weight"]][rows] - num_heads * head_dim
         k_rows, value_dim = kv_rows // 2, head_dim
         whole = kv_rows % (2 * head_dim) == 0
     else:
         per_head = 2 if spec.gated_query else 1
-        q_rows = shapes[site.names["q.weight"]][rows]
-        k_rows = shapes[site.names["k.weight"]][rows]
+        q_rows = shapes[module.names["q.weight"]][rows]
+        k_rows = shapes[module.names["k.weight"]][rows]
         head_dim = head_dim or q_rows // (num_heads * per_head)
         value_dim = o_in // num_heads
         whole = k_rows % head_dim == 0
         if q_rows != num_heads * head_dim * per_head:
             raise disagree(
-                f"{site.names['q.weight']} has {q_rows} rows, the config asks for "
+                f"{module.names['q.weight']} has {q_rows} rows, the config asks for "
                 f"{num_heads} heads x {head_dim * per_head}"
             )
     kv_heads = k_rows // head_dim
-    declared = layer_value(text, variant.kv_heads_key, site.layer)
+    declared = layer_value(text, variant.kv_heads_key, module.layer)
     if declared is not None and (not whole or kv_heads not in [declared * m for m in spec.kv_multiples]):
         raise disagree(
             f"config says {declared} KV heads = {declared * head_dim} key rows, the tensor has {k_rows} rows = "
             f"{k_rows / head_dim:g} heads x head_dim {head_dim}",
             fix="restore the config that came with these tensors and run convert",
-            where=site.names.get("k.weight") or site.names["qkv.weight"],
+            where=module.names.get("k.weight") or module.names["qkv.weight"],
         )
     if not whole or kv_heads < 1 or num_heads % kv_heads:
         raise disagree(f"{k_rows} key rows do not make whole heads of {head_dim}")
-    v_name = site.names.get("v.weight")  # none where keys serve as values
+    v_name = module.names.get("v.weight")  # none where keys serve as values
     if v_name is not None and shapes[v_name][rows] != kv_heads * value_dim:
         raise disagree(f"expected {kv_heads} heads x {value_dim} = {kv_heads * value_dim} rows", where=v_name)
     return Geometry(num_heads, kv_heads, head_dim, value_dim)

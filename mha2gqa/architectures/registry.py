@@ -8,9 +8,9 @@ from typing import Any
 
 from ..errors import CheckpointError, UnsupportedModelError
 from . import table, wrappers
+from .arch_conversions import ARCH_CONVERSIONS
 from .exported import EXPORTED
 from .flags import falcon, gpt_bigcode
-from .reexpressed import REEXPRESSED
 from .refusals import REFUSED
 from .spec import AttentionSpec
 from .table import DECODERS
@@ -85,7 +85,7 @@ def _apply_rules(spec: AttentionSpec, config: Mapping[str, Any], text_type: str,
 
 def _only_as_another(model_type: str, where: str) -> UnsupportedModelError:
     """What `convert` would have to be told for a type that cannot stay what it is."""
-    routes = REEXPRESSED[model_type]
+    routes = ARCH_CONVERSIONS[model_type]
     targets = " or ".join(dict.fromkeys(route.target for route in routes))
     if not any(route.auto for route in routes):
         what, fix = "its own code cannot hold fewer KV heads", f"--as {targets} writes it as that stock class"
@@ -99,7 +99,7 @@ def _only_as_another(model_type: str, where: str) -> UnsupportedModelError:
 def _unsupported(config: Mapping[str, Any], model_type: str, where: str) -> UnsupportedModelError:
     if model_type in REFUSED:
         return UnsupportedModelError(REFUSED[model_type], where=where, fix="`mha2gqa archs` lists all")
-    if model_type in REEXPRESSED:
+    if model_type in ARCH_CONVERSIONS:
         return _only_as_another(model_type, where)
     remote = " (its code comes with the checkpoint)" if "auto_map" in config else ""
     return UnsupportedModelError(

@@ -16,7 +16,7 @@ Layout = Literal["separate", "blocks", "per_head", "per_group"]
 
 
 @dataclass(frozen=True)
-class HeadExtra:
+class PerHeadParameter:
     """A tensor beside the projections that has one slice per head.
 
     Args:
@@ -141,7 +141,7 @@ class AttentionSpec:
     transposed: bool = False
     gated_query: bool = False
     keys_as_values: bool = False
-    extras: tuple[HeadExtra, ...] = ()
+    per_head: tuple[PerHeadParameter, ...] = ()
     qk_norm: tuple[str, ...] = ()
     position: Position = "half_split"
     rotary_keys: tuple[str, ...] = ("partial_rotary_factor", "rotary_pct")
@@ -189,7 +189,7 @@ class AttentionSpec:
 
 
 @dataclass(frozen=True)
-class AttentionSite:
+class AttentionModule:
     """One attention module of a checkpoint: where its tensors are.
 
     Args:

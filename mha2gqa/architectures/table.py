@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .spec import AttentionSpec, HeadExtra, Rule, Variant
+from .spec import AttentionSpec, PerHeadParameter, Rule, Variant
 
 # --- shapes that many entries share ----------------------------------------------------------------------
 
@@ -19,22 +19,22 @@ QK_UNIT = replace(LLAMA, key_symmetry="plane_rotations")
 # RMSNorm over all heads at once: its weight has one slice per head.
 FULL_NORM = replace(
     LLAMA,
-    extras=(HeadExtra("q_norm.weight", "query"), HeadExtra("k_norm.weight", "kv")),
+    per_head=(PerHeadParameter("q_norm.weight", "query"), PerHeadParameter("k_norm.weight", "kv")),
     key_symmetry="phases",
 )
 # An attention sink per query head, under the names it has on disk.
-SINKS = tuple(HeadExtra(name, "query") for name in ("sinks", "softmax_offset", "attention_sink_bias"))
+SINKS = tuple(PerHeadParameter(name, "query") for name in ("sinks", "softmax_offset", "attention_sink_bias"))
 # A gate on every channel of the attention output forbids any change of basis of the values.
-GATED = replace(QK_NORM, extras=(HeadExtra("gate_proj.weight", "query"),), value_symmetry="none")
+GATED = replace(QK_NORM, per_head=(PerHeadParameter("gate_proj.weight", "query"),), value_symmetry="none")
 # The same gate, stored inside q_proj.
 GATED_QUERY = replace(QK_NORM, gated_query=True, value_symmetry="none", rotary_default=0.25)
 # One gate per head scales whole heads: values stay free.
-HEAD_GATE = (HeadExtra("g_proj.weight", "query"),)
+HEAD_GATE = (PerHeadParameter("g_proj.weight", "query"),)
 # Layers that reuse the keys and values of an earlier one see its heads as they are: nothing may move.
 GEMMA_SHARED = replace(
     QK_NORM, key_symmetry="none", value_symmetry="none", permutable="never", rotary_keys=()
 )
-_LAYERNORM_PER_HEAD = (HeadExtra("q_norm.weight", "query"), HeadExtra("k_norm.weight", "kv"))
+_LAYERNORM_PER_HEAD = (PerHeadParameter("q_norm.weight", "query"), PerHeadParameter("k_norm.weight", "kv"))
 
 
 def _rotary(spec: AttentionSpec, fraction: float) -> AttentionSpec:
@@ -68,10 +68,10 @@ _INKLING = replace(
     LLAMA,
     modules=(("self", "layers.{layer}.self_attn"),),
     variants=_INKLING_LAYERS,
-    extras=(
-        HeadExtra("k_sconv.conv1d.weight", "kv"),
-        HeadExtra("v_sconv.conv1d.weight", "kv"),
-        HeadExtra("r_proj.weight", "query"),
+    per_head=(
+        PerHeadParameter("k_sconv.conv1d.weight", "kv"),
+        PerHeadParameter("v_sconv.conv1d.weight", "kv"),
+        PerHeadParameter("r_proj.weight", "query"),
     ),
     position="relative",
     key_symmetry="none",
@@ -85,12 +85,12 @@ INKLING_DISK = replace(
     k="wk_dv",
     v="wv_dv",
     o="wo_ud",
-    extras=(
-        *(HeadExtra(f"{side}_sconv.weight", "kv") for side in "kv"),
-        *(HeadExtra(f"{side}_sconv.static_w", "kv", axis=1) for side in "kv"),
-        *(HeadExtra(f"{side}_sconv.weight_proj", "kv") for side in "kv"),
+    per_head=(
+        *(PerHeadParameter(f"{side}_sconv.weight", "kv") for side in "kv"),
+        *(PerHeadParameter(f"{side}_sconv.static_w", "kv", axis=1) for side in "kv"),
+        *(PerHeadParameter(f"{side}_sconv.weight_proj", "kv") for side in "kv"),
         *(
-            HeadExtra(name, "query")
+            PerHeadParameter(name, "query")
             for name in (
                 "wr_du.weight",
                 "attn_sink_proj.weight",
@@ -107,12 +107,12 @@ _INKLING2_MEMORY = replace(
     k="k_proj.linear",
     v="v_proj.linear",
     o="o_proj.linear",
-    extras=(
-        *(HeadExtra(f"{side}_proj.sconv.conv1d.weight", "kv") for side in "kv"),
-        *(HeadExtra(f"{side}_proj.sconv.static_weight", "kv", axis=1) for side in "kv"),
-        *(HeadExtra(f"{side}_proj.sconv.weight_proj.weight", "kv") for side in "kv"),
+    per_head=(
+        *(PerHeadParameter(f"{side}_proj.sconv.conv1d.weight", "kv") for side in "kv"),
+        *(PerHeadParameter(f"{side}_proj.sconv.static_weight", "kv", axis=1) for side in "kv"),
+        *(PerHeadParameter(f"{side}_proj.sconv.weight_proj.weight", "kv") for side in "kv"),
         *(
-            HeadExtra(name, "query")
+            PerHeadParameter(name, "query")
             for name in (
                 "relative_position_bias.linear.weight",
                 "sink_proj.weight",
@@ -130,7 +130,7 @@ DECODERS: dict[str, AttentionSpec] = {
     **dict.fromkeys(("cohere", "cohere2", "cohere2_moe", "ernie4_5", "ernie4_5_moe", "helium"), INTERLEAVED),
     **dict.fromkeys(("glm", "glm4"), _rotary(INTERLEAVED, 0.5)),
     **dict.fromkeys(("flex_olmo", "minimax_m2", "olmo2", "olmo3", "olmo_hybrid", "olmoe"), FULL_NORM),
-    **dict.fromkeys(("granite_swa", "granitemoe_swa", "gpt_oss"), replace(LLAMA, extras=SINKS)),
+    **dict.fromkeys(("granite_swa", "granitemoe_swa", "gpt_oss"), replace(LLAMA, per_head=SINKS)),
     **dict.fromkeys(("granitemoehybrid", "jamba"), NOPE),
     **dict.fromkeys(("phi3", "phi4_multimodal"), _PHI3),
     **dict.fromkeys(
@@ -143,8 +143,10 @@ DECODERS: dict[str, AttentionSpec] = {
     **dict.fromkeys(("gemma3n_text", "gemma4_text", "gemma4_unified_text"), GEMMA_SHARED),
     "afmoe": GATED,
     "bamba": _rotary(LLAMA, 0.5),
-    "beam": replace(GATED, extras=(*GATED.extras, HeadExtra("gate_bias", "query"))),
-    "bitnet": replace(LLAMA, extras=(HeadExtra("attn_sub_norm.weight", "query"),), value_symmetry="none"),
+    "beam": replace(GATED, per_head=(*GATED.per_head, PerHeadParameter("gate_bias", "query"))),
+    "bitnet": replace(
+        LLAMA, per_head=(PerHeadParameter("attn_sub_norm.weight", "query"),), value_symmetry="none"
+    ),
     "blt": replace(
         INTERLEAVED,
         prefixes=("model.global_transformer.",),
@@ -168,17 +170,17 @@ DECODERS: dict[str, AttentionSpec] = {
     "diffllama": replace(LLAMA, value_symmetry="none", permutable="never", min_groups=2),
     "doge": replace(
         QK_NORM,
-        extras=(HeadExtra("A", "kv"), HeadExtra("dt_proj.weight", "kv", reads_kv=True)),
+        per_head=(PerHeadParameter("A", "kv"), PerHeadParameter("dt_proj.weight", "kv", reads_kv=True)),
         value_symmetry="none",
     ),
     "dory": replace(
         QK_UNIT,
         prefixes=("backbone.", "model.", ""),
-        extras=(
-            HeadExtra("sqk", "query"),
-            HeadExtra("s_gate", "query"),
-            HeadExtra("gate_proj.weight", "query"),
-            HeadExtra("g_proj.weight", "query"),
+        per_head=(
+            PerHeadParameter("sqk", "query"),
+            PerHeadParameter("s_gate", "query"),
+            PerHeadParameter("gate_proj.weight", "query"),
+            PerHeadParameter("g_proj.weight", "query"),
         ),
         key_symmetry="none",
         value_symmetry="none",
@@ -188,19 +190,19 @@ DECODERS: dict[str, AttentionSpec] = {
         o="out_proj",
         memory=LLAMA,
     ),
-    "flint": replace(QK_NORM, extras=SINKS),
+    "flint": replace(QK_NORM, per_head=SINKS),
     "glm4_moe": _rotary(LLAMA, 0.5),
     "inkling_text": _INKLING,
     **dict.fromkeys(("inkling2_text", "inkling2_loop_text"), replace(INKLING_DISK, memory=_INKLING2_MEMORY)),
     "laguna": replace(
         QK_NORM,
-        extras=HEAD_GATE,
+        per_head=HEAD_GATE,
         rotary_default=0.5,
         variants=(Variant("num_attention_heads_per_layer"), Variant()),
     ),
-    "lfm3": replace(QK_NORM, extras=(*HEAD_GATE, *GATED.extras), rotary_keys=()),
+    "lfm3": replace(QK_NORM, per_head=(*HEAD_GATE, *GATED.per_head), rotary_keys=()),
     "llama4_text": replace(QK_UNIT, position="interleaved"),
-    "mimo_v2_flash": replace(LLAMA, extras=SINKS, rotary_default=0.334, kv_multiples=(1, 2)),
+    "mimo_v2_flash": replace(LLAMA, per_head=SINKS, rotary_default=0.334, kv_multiples=(1, 2)),
     "moshi": replace(
         LLAMA,
         q="q_proj.linear",
@@ -250,7 +252,7 @@ _CLIPPED = Rule("clip_qkv", change={"key_symmetry": "none", "value_symmetry": "n
 RULES: dict[str, tuple[Rule, ...]] = {
     **dict.fromkeys(("olmo", "olmoe"), (_CLIPPED,)),
     **dict.fromkeys(
-        ("cohere",), (Rule("use_qk_norm", change={"extras": _LAYERNORM_PER_HEAD, "key_symmetry": "none"}),)
+        ("cohere",), (Rule("use_qk_norm", change={"per_head": _LAYERNORM_PER_HEAD, "key_symmetry": "none"}),)
     ),
     "dbrx": (replace(_CLIPPED, key="attn_config.clip_qkv"),),
     "gemma3n_text": (_NOT_SHARED,),
@@ -271,9 +273,9 @@ RULES: dict[str, tuple[Rule, ...]] = {
             "qk_layernorm",
             change={
                 "key_symmetry": "none",
-                "extras": (
-                    HeadExtra("q_layernorm.norms.{head}.weight", "query"),
-                    HeadExtra("k_layernorm.norms.{head}.weight", "kv"),
+                "per_head": (
+                    PerHeadParameter("q_layernorm.norms.{head}.weight", "query"),
+                    PerHeadParameter("k_layernorm.norms.{head}.weight", "kv"),
                 ),
             },
         ),

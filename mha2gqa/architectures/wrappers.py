@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .spec import AttentionSpec, HeadExtra, Rule, Variant
+from .spec import AttentionSpec, PerHeadParameter, Rule, Variant
 from .table import DECODERS, FULL_NORM, GATED, GEMMA_SHARED, INKLING_DISK, INTERLEAVED, LLAMA, NOPE, QK_NORM
 
 # Where such models keep their text model, on disk and in memory. Vision and audio towers have longer paths.
@@ -79,14 +79,16 @@ TEXT_PARTS: dict[str, AttentionSpec] = {
     "muse_spark_text": replace(GATED, qk_norm=(), key_symmetry="plane_rotations"),
     "step3p5": replace(
         QK_NORM,
-        extras=(HeadExtra("g_proj.weight", "query"),),
+        per_head=(PerHeadParameter("g_proj.weight", "query"),),
         variants=(Variant("num_attention_heads_per_layer"), Variant()),
     ),
 }
 
 RULES: dict[str, tuple[Rule, ...]] = {
     "molmo2_text": (
-        Rule("qk_norm_type", "olmo", {"qk_norm": (), "extras": FULL_NORM.extras, "key_symmetry": "phases"}),
+        Rule(
+            "qk_norm_type", "olmo", {"qk_norm": (), "per_head": FULL_NORM.per_head, "key_symmetry": "phases"}
+        ),
     ),
 }
 
@@ -205,8 +207,8 @@ FLAT: dict[str, AttentionSpec] = {
     "chameleon": replace(
         LLAMA,
         key_symmetry="none",
-        extras=tuple(
-            HeadExtra(f"{side}_norm.{leaf}", "query" if side == "q" else "kv")
+        per_head=tuple(
+            PerHeadParameter(f"{side}_norm.{leaf}", "query" if side == "q" else "kv")
             for side in "qk"
             for leaf in ("weight", "bias")
         ),

@@ -6,24 +6,24 @@ x̃_h = Σ_t a_h,t x̂_t, summed over heads without forming it per head (Σ_h (P
 and E[q qᵀ] of the queries as attention uses them.
 """
 
-from .collect import Batch, Progress, attention_modules, batches, collect, data_digest, run
+from .collect import Batch, Progress, attention_instances, batches, collect, data_digest, run
 from .hooks import IMPLEMENTATION, observing
-from .second_moments import SiteStatistics, Statistics, fingerprint, load_statistics, site_key, writable
+from .second_moments import SecondMoments, Statistics, fingerprint, load_statistics, module_key, writable
 
 __all__ = [
     "IMPLEMENTATION",
     "Batch",
     "Progress",
-    "SiteStatistics",
+    "SecondMoments",
     "Statistics",
-    "attention_modules",
+    "attention_instances",
     "batches",
     "collect",
     "data_digest",
     "fingerprint",
     "load_statistics",
+    "module_key",
     "observing",
     "run",
-    "site_key",
     "writable",
 ]

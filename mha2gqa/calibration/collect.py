@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..architectures import AttentionSite, AttentionSpec, find_sites
+from ..architectures import AttentionModule, AttentionSpec, find_attention_modules
 from ..errors import CheckpointError, DataError, UnsupportedModelError
 from .hooks import observing
-from .second_moments import SiteStatistics, Statistics, fingerprint, site_key
+from .second_moments import SecondMoments, Statistics, fingerprint, module_key
 
 SCORE_BYTES = {"cpu": 1 << 29, "cuda": 1 << 32}  # attention scores of one batch take about this much
 Batch = Mapping[str, Tensor]
@@ -43,22 +43,22 @@ def _batch_size(model: Any, width: int) -> int:
     return max(1, budget // (4 * 4 * text.num_attention_heads * width * width))
 
 
-def attention_modules(model: Any, sites: Sequence[AttentionSite]) -> dict[str, torch.nn.Module]:
-    """Path -> module of every site.
+def attention_instances(model: Any, modules: Sequence[AttentionModule]) -> dict[str, torch.nn.Module]:
+    """Path -> module of every path.
 
     Raises:
         UnsupportedModelError: Layers run one module together (Zamba): calibration takes each for one of its own.
     """
-    modules = {site.path: model.get_submodule(site.path) for site in sites}
+    instances = {module.path: model.get_submodule(module.path) for module in modules}
     first: dict[int, str] = {}
-    for path, module in modules.items():
+    for path, module in instances.items():
         if (known := first.setdefault(id(next(module.parameters())), path)) != path:
             raise UnsupportedModelError(
                 f"is the same module as {known}, and calibration takes each for one of its own",
                 where=path,
                 fix="convert with --method mean and without --calibration",
             )
-    return modules
+    return instances
 
 
 @torch.no_grad()
@@ -95,22 +95,22 @@ def collect(
         raise DataError(
             "no text to calibrate on", where="--calibration", fix="give at least one block of text"
         )
-    sites = find_sites(spec, model.state_dict().keys())
-    modules = attention_modules(model, sites)
+    modules = find_attention_modules(spec, model.state_dict().keys())
+    instances = attention_instances(model, modules)
     size = batch_size or _batch_size(model, rows.shape[1])
-    with observing(model, modules) as found:
+    with observing(model, instances) as found:
         for done, batch in enumerate(batches(inputs, size), 1):
             run(model, batch)
             _check_finite(found.values())
             if progress:
                 progress(min(done * size, len(rows)), len(rows))
-    out = {site_key(site): found[site.path].finish() for site in sites}
+    out = {module_key(module): found[module.path].finish() for module in modules}
     parameters = model.state_dict()
     about = {
         "tokens": rows.numel(),
         "window": rows.shape[1],
         "data_sha256": data_digest(inputs),
-        "model": fingerprint(sites, parameters.__getitem__),
+        "model": fingerprint(modules, parameters.__getitem__),
         "notes": _notes(out, model),
     }
     return Statistics(out, about)
@@ -140,15 +140,15 @@ def data_digest(inputs: Batch | Tensor) -> str:
     return digest.hexdigest()
 
 
-def _notes(sites: Mapping[str, SiteStatistics], model: Any) -> list[str]:
+def _notes(modules: Mapping[str, SecondMoments], model: Any) -> list[str]:
     notes = []
-    unseen = [key for key, site in sites.items() if site.mixed is None]
+    unseen = [key for key, module in modules.items() if module.mixed is None]
     if unseen:
         notes.append(
-            f"{type(model).__name__} does not let its attention be observed ({len(unseen)} of {len(sites)} modules): "
+            f"{type(model).__name__} does not let its attention be observed ({len(unseen)} of {len(modules)} modules): "
             "moments of plain inputs stand in for attention-averaged ones"
         )
-    short = [site for site in sites.values() if site.tokens < site.inputs.shape[0]]
+    short = [module for module in modules.values() if module.tokens < module.inputs.shape[0]]
     if short:
         notes.append(
             f"{short[0].tokens} calibration tokens cannot fill a moment of {short[0].inputs.shape[0] - 1} dims: at least "

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
-from .second_moments import SiteStatistics
+from .second_moments import SecondMoments
 
 IMPLEMENTATION = "mha2gqa_observed"  # the name our attention function is registered under
 
@@ -61,7 +61,7 @@ class Accumulator:
         self.tokens += len(flat)
         self.current = self.received = None
 
-    def finish(self) -> SiteStatistics:
+    def finish(self) -> SecondMoments:
         """Means over tokens."""
         if self.inputs is None:
             raise CheckpointError(
@@ -73,7 +73,7 @@ class Accumulator:
 
         inputs = mean(self.inputs, self.tokens)
         assert inputs is not None
-        return SiteStatistics(
+        return SecondMoments(
             inputs, mean(self.mixed, self.read), mean(self.queries, self.read), self.tokens, self.cross
         )
 

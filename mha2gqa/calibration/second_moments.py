@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..architectures import AttentionSite
+from ..architectures import AttentionModule
 from ..errors import UsageError
 
 
 @dataclass(frozen=True)
-class SiteStatistics:
+class SecondMoments:
     """Moments of one attention module; float64, n = D + 1.
 
     Args:
@@ -48,24 +48,24 @@ class Statistics:
     """Moments of every attention module of a model.
 
     Args:
-        sites: By `site_key`: `self.3`, `cross.0`.
+        modules: By `module_key`: `self.3`, `cross.0`.
         about: What they were measured on: `tokens`, `window`, `data_sha256`, `model`, `notes`.
     """
 
-    sites: Mapping[str, SiteStatistics]
+    modules: Mapping[str, SecondMoments]
     about: dict[str, Any] = field(default_factory=dict)
 
-    def of(self, site: AttentionSite) -> SiteStatistics:
+    def of(self, module: AttentionModule) -> SecondMoments:
         """The moments of one module.
 
         Raises:
             UsageError: These statistics have none for it.
         """
         try:
-            return self.sites[site_key(site)]
+            return self.modules[module_key(module)]
         except KeyError:
             raise UsageError(
-                f"no statistics for {site.path}", where="--statistics", fix="they belong to another model"
+                f"no statistics for {module.path}", where="--statistics", fix="they belong to another model"
             ) from None
 
     def save(self, path: str | Path) -> Path:
@@ -79,10 +79,10 @@ class Statistics:
 
         tensors: dict[str, Tensor] = {}
         flags = {}
-        for key, site in self.sites.items():
-            flags[key] = {"tokens": site.tokens, "cross": site.cross}
+        for key, module in self.modules.items():
+            flags[key] = {"tokens": module.tokens, "cross": module.cross}
             for name in ("inputs", "mixed", "queries"):
-                x = getattr(site, name)
+                x = getattr(module, name)
                 if x is not None:
                     tensors[f"{key}.{name}"] = _packed(x.cpu())
         path, partial = Path(path), writable(path)
@@ -133,11 +133,11 @@ def load_statistics(path: str | Path) -> Statistics:
     try:
         with safe_open(str(path), "pt") as file:
             head = json.loads((file.metadata() or {})["mha2gqa"])
-            sites = {}
+            modules = {}
             for key, flags in head["sites"].items():
                 names = {f"{key}.{name}" for name in ("inputs", "mixed", "queries")} & set(file.keys())
                 found = {name.rsplit(".", 1)[1]: _unpacked(file.get_tensor(name)) for name in names}
-                sites[key] = SiteStatistics(
+                modules[key] = SecondMoments(
                     found["inputs"], found.get("mixed"), found.get("queries"), flags["tokens"], flags["cross"]
                 )
     except (OSError, SafetensorError, KeyError, ValueError) as error:
@@ -146,7 +146,7 @@ def load_statistics(path: str | Path) -> Statistics:
             where=f"--statistics {path}",
             fix="make it with --calibration TEXT --statistics FILE",
         ) from error
-    return Statistics(sites, head["about"])
+    return Statistics(modules, head["about"])
 
 
 def _packed(x: Tensor) -> Tensor:
@@ -164,20 +164,20 @@ def _unpacked(packed: Tensor) -> Tensor:
     return out
 
 
-def site_key(site: AttentionSite) -> str:
+def module_key(module: AttentionModule) -> str:
     """Name of a module that does not depend on how a checkpoint or a class prefixes it."""
-    return f"{site.kind}.{site.layer}"
+    return f"{module.kind}.{module.layer}"
 
 
-def fingerprint(sites: Sequence[AttentionSite], read: Callable[[str], Tensor]) -> str:
+def fingerprint(modules: Sequence[AttentionModule], read: Callable[[str], Tensor]) -> str:
     """A short digest of the attention weights, to tell whether statistics belong to a model.
 
     Two rows of every projection are read, so that a large checkpoint costs little.
     """
     digest = hashlib.sha256()
-    for site in sites:
-        digest.update(site_key(site).encode())
-        for role, name in sorted(site.names.items()):
+    for module in modules:
+        digest.update(module_key(module).encode())
+        for role, name in sorted(module.names.items()):
             if role.endswith(".weight"):
                 rows = read(name).detach()[:2].to("cpu", torch.float32)
                 digest.update(rows.contiguous().numpy().tobytes())

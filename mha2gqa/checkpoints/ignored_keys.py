@@ -12,7 +12,7 @@ _LEFTOVER = re.compile(
 )
 
 
-def without_leftovers(names: Iterable[str]) -> list[str]:
+def without_ignored(names: Iterable[str]) -> list[str]:
     """The names among those that no class asked for that are really too many, sorted.
 
     Example:

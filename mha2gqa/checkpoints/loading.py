@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 
 from ..errors import CheckpointError, UsageError, config_refusals, hub_refusals, reason
 from ..modeling import refuse_encoder, register
-from .ignored_keys import without_leftovers
+from .ignored_keys import without_ignored
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -279,7 +279,7 @@ def _check_loading_info(info: Mapping[str, Any], path: str | Path, own_code: boo
     ]
     faults = {
         "missing": sorted(info["missing_keys"]),
-        "unexpected": without_leftovers(info["unexpected_keys"]),
+        "unexpected": without_ignored(info["unexpected_keys"]),
         "of another shape": sorted(mismatched),
         "error": sorted(map(str, info.get("error_msgs", ()))),
     }

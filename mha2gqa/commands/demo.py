@@ -12,7 +12,7 @@ from ..results import Result
 from .builtin import resolve_model
 from .report_data import Outcome, build_report
 from .run_recipe import Job, command
-from .stages import Ledger
+from .stages import StageRecords
 
 ORIGINAL_TOKENS = 81_920_000  # of the embedded model, as its train.json says
 ALPHA = 0.001
@@ -75,14 +75,17 @@ def demo(out: str | Path = "mha2gqa-demo", *, groups: int = 2, force: bool = Fal
     rows = [found[role] | {"label": label} for role, label in labels.items()]
     report = replace(build_report(outcome, command()), models=rows, title="mha2gqa demo")
     written = write_report(report, out, ("json", "markdown", "html"))
-    stages = [*mean.ledger.stages, *joint.ledger.stages]
+    stages = [*mean.records.stages, *joint.records.stages]
     return DemoResult(str(out), stages, rows, headline(report), [str(path) for path in written], next_steps())
 
 
 def _job(out: Path, groups: int, method: str, force: bool) -> Job:
     folder = out / f"g{groups}-{method}"
     return Job(
-        demo_recipe(folder, groups, method), Ledger(folder / "stages", force), folder, texts=out / "text"
+        demo_recipe(folder, groups, method),
+        StageRecords(folder / "stages", force),
+        folder,
+        texts=out / "text",
     )
 
 

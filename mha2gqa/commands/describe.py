@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..arch_conversion import Reexpression, shapes_of
+from ..arch_conversion import ArchConversion, shapes_of
 from ..arch_conversion import plan as plan_reexpression
 from ..checkpoints.loading import load_config_json, loading_class
 from ..checkpoints.reader import Checkpoint, itemsize, read_json
@@ -40,7 +40,7 @@ class Description:
     dtypes: Mapping[str, str]
     exact: bool
     shard: int = 0
-    found: Reexpression | None = None
+    found: ArchConversion | None = None
 
     def reexpressed(self, groups: int | None, as_: str) -> Description:
         """The model in the architecture that `convert` would write it in for `groups` KV heads."""

@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 
 from ..architectures import AttentionSpec, Geometry, find_spec, valid_groups
 from ..checkpoints.loading import text_config
-from ..conversion.plan import Plan, plan_conversion, plan_sites
-from ..conversion.rewrite import site_changes
+from ..conversion.plan import Plan, plan_conversion, plan_modules
+from ..conversion.rewrite import module_changes
 from ..data.spans import ENCODER_TOKENS
 from ..errors import UsageError
 from ..evaluation.setup import context_length
@@ -142,7 +142,7 @@ def plan(
         reexpression=model.found.summary if model.found else {},
         trust_remote_code=chosen.export is not None,
         groups=wanted,
-        layers=sum(not site.kept for site in chosen.sites),
+        layers=sum(not module.unchanged for module in chosen.modules),
         num_heads=num_heads,
         num_kv_heads={"before": before, "after": wanted},
         head_dim=geometries[0].head_dim,
@@ -194,7 +194,7 @@ def _beyond(context: int, reach: int | None) -> list[str]:
 def _attention(model: Description) -> tuple[AttentionSpec, list[Geometry]]:
     """The model's entry in the table and its attention modules."""
     spec = find_spec(model.config)
-    return spec, [geometry for _, geometry in plan_sites(spec, model.config, model.shapes)]
+    return spec, [geometry for _, geometry in plan_modules(spec, model.config, model.shapes)]
 
 
 def suggested(possible: list[int], before: int, tp: int) -> int:
@@ -223,11 +223,11 @@ def parallel_warnings(groups: int, num_heads: int, tp: int) -> list[str]:
 def changed_shapes(model: Description, decided: Plan) -> dict[str, tuple[int, ...]]:
     """Every tensor name of the result with its shape."""
     shapes = dict(model.shapes)
-    for site in decided.sites:
-        stored, lost = site_changes(decided, site, model.shapes)
-        shapes |= {site.site.names[role]: shape for role, shape in stored.items()}
+    for module in decided.modules:
+        stored, lost = module_changes(decided, module, model.shapes)
+        shapes |= {module.names[role]: shape for role, shape in stored.items()}
         for role in lost:
-            del shapes[site.site.names[role]]
+            del shapes[module.names[role]]
     return shapes
 
 
@@ -292,8 +292,8 @@ def training_memory(model: Description, decided: Plan, gpu_memory: float) -> dic
     total = sum(count.values())
     attention = kv = lora = 0
     whole: set[str] = set()  # what no parameter set leaves frozen
-    for site in decided.sites:
-        for role, name in site.site.names.items():
+    for module in decided.modules:
+        for role, name in module.names.items():
             if name not in count:
                 continue
             attention += count[name]

@@ -24,7 +24,7 @@ from .bench import bench, longest_context
 from .builtin import resolve_data, resolve_model
 from .dry_run import rehearse
 from .report_data import Outcome, build_report
-from .stages import Ledger, stamp, stamps
+from .stages import StageRecords, stamp, stamps
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ def run(
     if dry_run:
         stages, notices = rehearse(recipe)
         return RunResult(recipe.output, stages, notices=notices, dry_run=True)
-    job = Job(recipe, Ledger(Path(recipe.output) / "stages", force))
+    job = Job(recipe, StageRecords(Path(recipe.output) / "stages", force))
     return job.run()
 
 
@@ -134,7 +134,7 @@ class Job:
     """
 
     recipe: Recipe
-    ledger: Ledger
+    records: StageRecords
     folder: Path = field(default_factory=Path)
     texts: Path = field(default_factory=Path)
     trained: str = "uptrained"
@@ -172,7 +172,7 @@ class Job:
         written = write_report(report, self.folder, self.recipe.report.formats, card=final)
         result = RunResult(
             str(self.folder),
-            self.ledger.stages,
+            self.records.stages,
             outcome.models,
             headline(report),
             [str(path) for path in written],
@@ -205,7 +205,7 @@ class Job:
         def work(replace: bool) -> dict[str, Any]:
             return convert(self.source, self.converted, groups, force=replace, **words).to_dict()
 
-        return self.ledger.stage("convert", inputs, work, _convert_detail, self.converted)
+        return self.records.stage("convert", inputs, work, _convert_detail, self.converted)
 
     def evaluate(self, name: str, models: Mapping[str, str]) -> dict[str, Any]:
         """Figures of some models, by role."""
@@ -222,7 +222,7 @@ class Job:
                 row["role"] = role
             return found
 
-        return self.ledger.stage(name, inputs, work, _evaluate_detail)
+        return self.records.stage(name, inputs, work, _evaluate_detail)
 
     def uptrain(self) -> dict[str, Any]:
         """The uptrained checkpoint; an interrupted run continues where it was."""
@@ -234,12 +234,12 @@ class Job:
         inputs["text"] = stamps(data)
         if "eval_data" in words:
             words["eval_data"] = tuple(resolve_data(words["eval_data"], self.texts))
-        words |= {"force": self.ledger.force, "trust_remote_code": self.recipe.trust_remote_code}
+        words |= {"force": self.records.force, "trust_remote_code": self.recipe.trust_remote_code}
 
         def work(replace: bool) -> dict[str, Any]:
             return uptrain(self.converted, self.uptrained, data, **words, **further).to_dict()
 
-        return self.ledger.stage(
+        return self.records.stage(
             self.trained.replace("uptrained", "uptrain"),
             inputs,
             work,
@@ -259,7 +259,7 @@ class Job:
             keys = ("tokens_per_second", "milliseconds_per_step")
             return {"decode_context": context} | {f"decode_{key}": found[key] for key in keys}
 
-        return self.ledger.stage(
+        return self.records.stage(
             name, inputs, work, lambda r: f"{r['decode_milliseconds_per_step']:.3g} ms a step"
         )
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UsageError
-from ..uptraining.run_dir import changed_keys, checkpoint_stamp
+from ..uptraining.run_dir import changed_keys, checkpoint_fingerprint
 
 logger = logging.getLogger(__name__)
 POLL_SECONDS = 1.0
@@ -23,7 +23,7 @@ def stamp(name: str) -> str:
     """A fingerprint of a model or of data, cheap to take: contents are sampled, hub names stand for themselves."""
     path = Path(name)
     if path.is_dir() and (path / "config.json").exists():
-        return checkpoint_stamp(path)
+        return checkpoint_fingerprint(path)
     if path.is_dir():
         return _digest(sorted(p for p in path.rglob("*") if p.is_file()))
     return _digest([path]) if path.is_file() else name
@@ -47,7 +47,7 @@ def stamps(names: Sequence[str]) -> dict[str, str]:
 
 
 @dataclass
-class Ledger:
+class StageRecords:
     """The finished stages of a job, one JSON file each.
 
     Args:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ..architectures.reexpressed import differs_for_mqa
+from ..architectures.arch_conversions import differs_for_mqa
 from ..checkpoints.loading import load_config_json
 from ..config import Recipe
 from ..config.sections import Method
@@ -20,7 +20,7 @@ from .builtin import resolve_model
 from .dry_run import rehearse
 from .report_data import Outcome, build_report
 from .run_recipe import Job, as_recipe, check_recipe, command
-from .stages import Ledger
+from .stages import StageRecords
 
 logger = logging.getLogger(__name__)
 CALIBRATED = ("align", "joint")  # methods that share one file of statistics
@@ -147,7 +147,7 @@ class _Sweep:
         source = resolve_model(self.recipe.source)
         base = self._job(self.recipe, "original")
         first = base.evaluate("evaluate", {"original": source})
-        self._collect("original", base.ledger)
+        self._collect("original", base.records)
         original = first["models"][0] | self._speed(base, "original", source)
         rows = [original, *(self._cell(cell, first) for cell in self.cells)]
         outcome = Outcome(self.recipe, source, evaluations=[first | {"models": rows}])
@@ -174,7 +174,7 @@ class _Sweep:
         if scored["data"]["sha256"] != first["data"]["sha256"]:
             self.notices.append(f"{cell.label} was scored on other tokens: compare bits per byte")
         row = scored["models"][0] | self._speed(job, name.replace("evaluate", "bench"), str(place))
-        self._collect(cell.label, job.ledger)
+        self._collect(cell.label, job.records)
         method = found["method"]
         label = cell.label.replace("default", method)
         return row | {"label": label, "groups": cell.groups, "method": method, "alpha": cell.alpha}
@@ -200,15 +200,15 @@ class _Sweep:
 
     def _job(self, recipe: Recipe, name: str) -> Job:
         folder = self.folder / "cells" / name
-        return Job(recipe, Ledger(folder / "stages", self.force), folder, texts=self.folder / "text")
+        return Job(recipe, StageRecords(folder / "stages", self.force), folder, texts=self.folder / "text")
 
     def _speed(self, job: Job, name: str, place: str) -> dict[str, Any]:
         if self.recipe.sweep is None or not self.recipe.sweep.bench:
             return {}
         return job.bench(name, place)
 
-    def _collect(self, label: str, ledger: Ledger) -> None:
-        self.stages += [stage | {"name": f"{label}: {stage['name']}"} for stage in ledger.stages]
+    def _collect(self, label: str, records: StageRecords) -> None:
+        self.stages += [stage | {"name": f"{label}: {stage['name']}"} for stage in records.stages]
 
 
 def frontier(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -12,16 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..arch_conversion import reexpressed_model
-from ..architectures import AttentionSite
+from ..arch_conversion import arch_converted_model
+from ..architectures import AttentionModule
 from ..calibration import (
     Statistics,
-    attention_modules,
+    attention_instances,
     collect,
     data_digest,
     fingerprint,
     load_statistics,
-    site_key,
+    module_key,
     writable,
 )
 from ..checkpoints.loading import free_memory, load_model, load_tokenizer, resolve_device, weight_bytes
@@ -31,8 +31,8 @@ from ..reconstruct import LayerFit, ReconstructConfig, distill, reconstruct
 from .in_memory import assemble, plan_model
 from .inputs import Inputs, calibration_inputs, held_out_loss, split_held_out
 from .options import CALIBRATED, CalibrationOptions, Stage
-from .plan import ATTENTION, Groupings, Plan, Site
-from .rewrite import SiteRewriter
+from .plan import ATTENTION, Groupings, ModulePlan, Plan
+from .rewrite import ModuleConverter
 from .search import grouped
 from .storing import as_stored, result_spec
 
@@ -49,7 +49,7 @@ class Calibrated:
     """
 
     plan: Plan
-    rewriters: list[SiteRewriter]
+    converters: list[ModuleConverter]
     about: dict[str, Any] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
 
@@ -76,9 +76,9 @@ def calibrate(checkpoint: Checkpoint, plan: Plan, options: CalibrationOptions) -
     if options.statistics and plan.method not in CALIBRATED:
         options = replace(options, statistics=None)
         told.append(f"method {plan.method} uses no statistics: --statistics is left alone")
-    if options.texts and all(site.kept for site in plan.sites):
+    if options.texts and all(module.unchanged for module in plan.modules):
         told.append("nothing to share: calibration text is not used")
-        return Calibrated(plan, _rewriters(plan, checkpoint.shapes, checkpoint.read, None), warnings=told)
+        return Calibrated(plan, _converters(plan, checkpoint.shapes, checkpoint.read, None), warnings=told)
     stored = options.statistics is not None and Path(options.statistics).exists()
     if options.texts and (fitted is not None or not stored):
         made = _with_model(checkpoint, plan, options, fitted)
@@ -91,20 +91,22 @@ def calibrate(checkpoint: Checkpoint, plan: Plan, options: CalibrationOptions) -
         _check_owner(statistics, plan, checkpoint.read)
     plan, facts = grouped(plan, checkpoint.read, statistics, options)
     device = resolve_device(options.device) if plan.method in CALIBRATED else torch.device("cpu")
-    rewriters = _rewriters(plan, checkpoint.shapes, lambda name: checkpoint.read(name).to(device), statistics)
-    for rewriter in rewriters:
-        rewriter.facts = facts.get(rewriter.site.site.path, {})
-    return Calibrated(plan, rewriters, _about(statistics), told + _notes(statistics))
+    converters = _converters(
+        plan, checkpoint.shapes, lambda name: checkpoint.read(name).to(device), statistics
+    )
+    for converter in converters:
+        converter.facts = facts.get(converter.module.path, {})
+    return Calibrated(plan, converters, _about(statistics), told + _notes(statistics))
 
 
-def _rewriters(
+def _converters(
     plan: Plan,
     shapes: Mapping[str, Sequence[int]],
     read: Callable[[str], Tensor],
     statistics: Statistics | None,
     fitted: bool = False,
-) -> list[SiteRewriter]:
-    return [SiteRewriter(plan, site, shapes, read, statistics, fitted) for site in plan.sites]
+) -> list[ModuleConverter]:
+    return [ModuleConverter(plan, module, shapes, read, statistics, fitted) for module in plan.modules]
 
 
 def _about(statistics: Statistics | None) -> dict[str, Any]:
@@ -117,7 +119,7 @@ def _notes(statistics: Statistics | None) -> list[str]:
 
 def _check_owner(statistics: Statistics, plan: Plan, read: Callable[[str], Tensor]) -> None:
     owner = statistics.about.get("model")
-    if owner and owner != fingerprint([site.site for site in plan.sites], read):
+    if owner and owner != fingerprint([module.module for module in plan.modules], read):
         raise UsageError(
             "measured on another model", where="--statistics", fix="give another file name or remove the file"
         )
@@ -139,7 +141,7 @@ class Converted:
 
     model: Any
     plan: Plan
-    rewriters: list[SiteRewriter]
+    converters: list[ModuleConverter]
     about: dict[str, Any]
     warnings: list[str]
 
@@ -161,12 +163,12 @@ def convert_live(teacher: Any, plan: Plan, inputs: Inputs | None, options: Calib
     with clock("grouping"):
         plan, facts = grouped(plan, state.__getitem__, statistics, options)
     shapes = {name: tuple(x.shape) for name, x in state.items()}
-    rewriters = _rewriters(plan, shapes, state.__getitem__, statistics)
-    for rewriter in rewriters:
-        rewriter.facts = dict(facts.get(rewriter.site.site.path, {}))
+    converters = _converters(plan, shapes, state.__getitem__, statistics)
+    for converter in converters:
+        converter.facts = dict(facts.get(converter.module.path, {}))
     with clock("merge"):
-        student = assemble(teacher, plan, rewriters, state)
-    result = Converted(student, plan, rewriters, _about(statistics), _notes(statistics))
+        student = assemble(teacher, plan, converters, state)
+    result = Converted(student, plan, converters, _about(statistics), _notes(statistics))
     if statistics and seen is not None and statistics.about.get("data_sha256") != data_digest(seen.read):
         result.warnings.append(
             f"the moments in {options.statistics} were measured on other text than --calibration, and are used; "
@@ -230,7 +232,7 @@ def _fit(
     """Fit the merged model; errors go into the modules' reports."""
     fitted = replace(fitted, batch_size=min(fitted.batch_size, max(1, len(inputs) // 8)))
     fits: list[LayerFit] = []
-    shared = {site_key(s.site) for s in result.plan.sites if not s.kept}  # only these are written
+    shared = {module_key(s.module) for s in result.plan.modules if not s.unchanged}  # only these are written
 
     def progress(fit: LayerFit) -> None:
         fits.append(fit)
@@ -239,7 +241,7 @@ def _fit(
     spec = result.plan.spec
     own = result_spec(spec, result.plan)
     reconstruct(teacher, result.model, spec, inputs.read, fitted, progress, student_spec=own, only=shared)
-    reports = {r.site.site.path: r.report for r in result.rewriters}
+    reports = {r.module.path: r.report for r in result.converters}
     for fit in fits:
         errors = {"error_merged": fit.before, "error_refitted": fit.refitted, "error_fitted": fit.after}
         reports[fit.path] |= {name: x for name, x in errors.items() if x is not None}
@@ -273,18 +275,20 @@ def _with_model(
     inputs = calibration_inputs(tokenizer, checkpoint.config, options)
     teacher = _load_teacher(checkpoint, options)
     live = plan_model(teacher, plan.num_kv_heads[1], plan.method, None, plan.seed, plan.attention)
-    attention_modules(teacher, [s.site for s in live.sites])  # a file holds a shared module once
-    live = live.regrouped({s.site.path: _disk_site(plan, s.site).grouping for s in live.sites})
+    attention_instances(teacher, [s.module for s in live.modules])  # a file holds a shared module once
+    live = live.regrouped({s.path: _stored_module(plan, s.module).grouping for s in live.modules})
     done = convert_live(teacher, live, inputs.to(teacher.device), options)
-    plan = plan.regrouped({_disk_site(plan, s.site).site.path: s.grouping for s in done.plan.sites})
-    made = _rewriters(plan, checkpoint.shapes, checkpoint.read, None, fitted is not None)
+    plan = plan.regrouped({_stored_module(plan, s.module).module.path: s.grouping for s in done.plan.modules})
+    made = _converters(plan, checkpoint.shapes, checkpoint.read, None, fitted is not None)
     after = done.model.state_dict()
-    for rewriter in made:
-        source = next(r for r in done.rewriters if site_key(r.site.site) == site_key(rewriter.site.site))
-        tensors = as_stored(plan.spec, done.plan, source, after, rewriter.site.site.names)
-        dtypes = {role: checkpoint.read(name).dtype for role, name in rewriter.names.items()}
-        report = source.report | {"path": rewriter.site.site.path} if source.report else {}
-        rewriter.fill({role: tensors[role].to("cpu", dtype) for role, dtype in dtypes.items()}, report)
+    for converter in made:
+        source = next(
+            r for r in done.converters if module_key(r.module.module) == module_key(converter.module.module)
+        )
+        tensors = as_stored(plan.spec, done.plan, source, after, converter.module.names)
+        dtypes = {role: checkpoint.read(name).dtype for role, name in converter.names.items()}
+        report = source.report | {"path": converter.module.path} if source.report else {}
+        converter.set({role: tensors[role].to("cpu", dtype) for role, dtype in dtypes.items()}, report)
     return Calibrated(plan, made, {"texts": list(options.texts)} | done.about, done.warnings)
 
 
@@ -306,8 +310,8 @@ def _itemsize(checkpoint: Checkpoint) -> float:
     return checkpoint.nbytes / max(1, sum(torch.Size(info.shape).numel() for info in infos))
 
 
-def _disk_site(plan: Plan, live: AttentionSite) -> Site:
-    return next(s for s in plan.sites if site_key(s.site) == site_key(live))
+def _stored_module(plan: Plan, live: AttentionModule) -> ModulePlan:
+    return next(s for s in plan.modules if module_key(s.module) == module_key(live))
 
 
 # --- public --------------------------------------------------------------------------------------------
@@ -358,7 +362,7 @@ def convert_model(
         >>> small = convert_model(model, groups=8, calibration=blocks)  # doctest: +SKIP
     """
     method = method or ("joint" if calibration is not None or statistics else "mean")
-    model = reexpressed_model(model, groups, as_)
+    model = arch_converted_model(model, groups, as_)
     plan = plan_model(model, groups, method, groupings, seed, attention)
     device = next(model.parameters()).device
     options = CalibrationOptions(

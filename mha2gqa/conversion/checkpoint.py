@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ..arch_conversion import Reexpressed, as_architecture, carry_tokenizer, written
+from ..arch_conversion import ArchConvertedCheckpoint, as_architecture, carry_tokenizer, written
 from ..checkpoints.reader import MANIFEST, Checkpoint, open_checkpoint, read_json
 from ..checkpoints.writer import (
     NewTensor,
@@ -31,11 +31,11 @@ from ..reconstruct import ReconstructConfig
 from ..results import Result
 from ..verification.background import Checker
 from ..verification.checks import failed
-from ..verification.tiny_random import Check, check_reexpression
+from ..verification.tiny_random import Check, check_arch_conversion
 from . import WINDOW, Calibrated, CalibrationOptions, Stage, calibrate, convert_model
 from .in_memory import convert_state_dict
 from .plan import ATTENTION, Groupings, Plan, plan_conversion
-from .rewrite import SiteRewriter
+from .rewrite import ModuleConverter
 
 __all__ = ["ConvertResult", "convert", "convert_model", "convert_state_dict"]
 
@@ -208,13 +208,13 @@ def _publish(
     checker: Checker | None,
 ) -> ConvertResult:
     """Stream the new checkpoint beside OUT, check it, and let it appear only if it holds."""
-    plan, rewriters = calibrated.plan, calibrated.rewriters
+    plan, converters = calibrated.plan, calibrated.converters
     new = {
-        name: NewTensor(checkpoint.tensors[name].dtype, r.shapes[role], partial(r.take, role))
-        for r in rewriters
+        name: NewTensor(checkpoint.tensors[name].dtype, r.shapes[role], partial(r.tensor, role))
+        for r in converters
         for role, name in r.names.items()
     }
-    shards = plan_shards(checkpoint, new, [name for r in rewriters for name in r.lost], max_shard_size)
+    shards = plan_shards(checkpoint, new, [name for r in converters for name in r.removed], max_shard_size)
     total = sum(entry_nbytes(entry) for shard in shards for entry in shard.entries.values())
     done = 0
 
@@ -231,7 +231,7 @@ def _publish(
         write_config(folder, plan)
         move_alignment_heads(folder, plan)
         names = [name for shard in shards for name in shard.entries]
-        checks = [*checking.check(folder, names), *_reexpression_checks(job, folder)]
+        checks = [*checking.check(folder, names), *_arch_conversion_checks(job, folder)]
         if broken := failed(checks):
             raise CheckpointError(
                 f"the result failed its check: {broken}", where=job.out, fix="nothing was published"
@@ -241,16 +241,16 @@ def _publish(
             str(job.out),
             dict(zip(("before", "after"), plan.num_kv_heads, strict=True)),
             plan.method,
-            job.seen.found.summary if isinstance(job.seen, Reexpressed) else {},
+            job.seen.found.summary if isinstance(job.seen, ArchConvertedCheckpoint) else {},
             list(plan.attention),
-            [r.report for r in rewriters if r.report],
+            [r.report for r in converters if r.report],
             checks,
             [
                 *plan.warnings,
                 *_notes(job.seen),
                 *calibrated.warnings,
-                *_merging_notes(rewriters),
-                *_pooling_warnings(rewriters),
+                *_merging_notes(converters),
+                *_pooling_warnings(converters),
             ],
             calibrated.about,
         )
@@ -259,15 +259,15 @@ def _publish(
 
 
 def _notes(seen: Checkpoint) -> list[str]:
-    return [seen.found.sentence, *seen.found.notes] if isinstance(seen, Reexpressed) else []
+    return [seen.found.sentence, *seen.found.notes] if isinstance(seen, ArchConvertedCheckpoint) else []
 
 
-def _reexpression_checks(job: _Job, folder: Path) -> list[Check]:
+def _arch_conversion_checks(job: _Job, folder: Path) -> list[Check]:
     """Another architecture must compute the same, and the tokenizer must read as before under its name."""
-    if not isinstance(job.seen, Reexpressed):
+    if not isinstance(job.seen, ArchConvertedCheckpoint):
         return []
     tokenizer = carry_tokenizer(job.original.path, folder, job.trust_remote_code)
-    return [check_reexpression(job.original.config, job.seen.found), Check("tokenizer", *tokenizer)]
+    return [check_arch_conversion(job.original.config, job.seen.found), Check("tokenizer", *tokenizer)]
 
 
 def write_config(folder: Path, plan: Plan) -> None:
@@ -298,8 +298,8 @@ def check_dtypes(plan: Plan, checkpoint: Checkpoint) -> None:
     Raises:
         UnsupportedModelError: An attention tensor is not stored as ordinary floating point.
     """
-    for site in plan.sites:
-        for name in site.site.names.values():
+    for module in plan.modules:
+        for name in module.names.values():
             dtype = checkpoint.tensors[name].dtype
             if dtype not in ("F64", "F32", "F16", "BF16"):
                 raise UnsupportedModelError(
@@ -309,14 +309,14 @@ def check_dtypes(plan: Plan, checkpoint: Checkpoint) -> None:
                 )
 
 
-def _merging_notes(rewriters: Sequence[SiteRewriter]) -> list[str]:
+def _merging_notes(converters: Sequence[ModuleConverter]) -> list[str]:
     """What merging could not use and why, once for all modules of which it is true."""
-    found = Counter(note for r in rewriters if r.report for note in r.report["notes"])
-    return [f"{note} ({count} of {len(rewriters)} modules)" for note, count in found.items()]
+    found = Counter(note for r in converters if r.report for note in r.report["notes"])
+    return [f"{note} ({count} of {len(converters)} modules)" for note, count in found.items()]
 
 
-def _pooling_warnings(rewriters: Sequence[SiteRewriter]) -> list[str]:
-    ratios = [r.report["norm_ratio"]["k"] for r in rewriters if r.report and r.plan.method == "mean"]
+def _pooling_warnings(converters: Sequence[ModuleConverter]) -> list[str]:
+    ratios = [r.report["norm_ratio"]["k"] for r in converters if r.report and r.plan.method == "mean"]
     if ratios and min(ratios) < 0.6:
         return [
             f"pooled keys keep only {min(ratios):.2f} to {max(ratios):.2f} of a head's norm: the heads of a group "
@@ -331,7 +331,7 @@ def write_manifest(folder: Path, result: ConvertResult, checkpoint: Checkpoint, 
         "source_revision": checkpoint.revision,
         "source_path": str(checkpoint.path.resolve()),
         "seed": plan.seed,
-        "grouping": {site.site.path: [list(group) for group in site.grouping] for site in plan.sites},
+        "grouping": {module.path: [list(group) for group in module.grouping] for module in plan.modules},
     }
     del manifest["output"]
     write_text(folder / MANIFEST, json.dumps(manifest, indent=2, ensure_ascii=False) + "\n")

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..architectures import AttentionSpec, config_changes, find_spec
 from ..modeling import exported_class, register
 from .plan import ATTENTION, Groupings, Plan, plan_for_spec
-from .rewrite import SiteRewriter
+from .rewrite import ModuleConverter
 
 
 def convert_state_dict(
@@ -52,15 +52,17 @@ def convert_state_dict(
         config[spec.head_dim_key] = head_dim
     shapes = {name: tuple(x.shape) for name, x in state_dict.items()}
     plan = plan_for_spec(spec, config, shapes, groups, method, groupings, seed, ATTENTION)
-    return _rewritten([SiteRewriter(plan, s, shapes, state_dict.__getitem__) for s in plan.sites], state_dict)
+    return _converted_state(
+        [ModuleConverter(plan, s, shapes, state_dict.__getitem__) for s in plan.modules], state_dict
+    )
 
 
-def _rewritten(rewriters: Sequence[SiteRewriter], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _converted_state(converters: Sequence[ModuleConverter], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """`state` with every module's new tensors in place of the old."""
     out = dict(state)
-    for rewriter in rewriters:
-        out |= {name: rewriter.take(role) for role, name in rewriter.names.items()}
-        for name in rewriter.lost:
+    for converter in converters:
+        out |= {name: converter.tensor(role) for role, name in converter.names.items()}
+        for name in converter.removed:
             del out[name]
     return out
 
@@ -80,7 +82,9 @@ def plan_model(
     return plan_for_spec(spec, config, shapes, groups, method, groupings, seed, attention)
 
 
-def assemble(model: Any, plan: Plan, rewriters: Sequence[SiteRewriter], state: Mapping[str, Tensor]) -> Any:
+def assemble(
+    model: Any, plan: Plan, converters: Sequence[ModuleConverter], state: Mapping[str, Tensor]
+) -> Any:
     """A converted copy of `model`: its class, or the one exported where the stock class has no KV heads.
 
     Args:
@@ -89,7 +93,7 @@ def assemble(model: Any, plan: Plan, rewriters: Sequence[SiteRewriter], state: M
         rewriters: One per attention module of `plan`.
         state: The original's state dict.
     """
-    new = _rewritten(rewriters, state)
+    new = _converted_state(converters, state)
     if plan.export is not None:
         register(plan.config)
         made = _rebuild(exported_class(plan.config), plan.config, model, new)
@@ -98,7 +102,7 @@ def assemble(model: Any, plan: Plan, rewriters: Sequence[SiteRewriter], state: M
         return made
     if plan.num_kv_heads[0] == plan.num_kv_heads[1]:
         return rebuild(model, {}, new)
-    num_heads = plan.sites[0].geometry.num_heads
+    num_heads = plan.modules[0].geometry.num_heads
     return rebuild(model, config_changes(plan.spec, plan.source, num_heads, plan.num_kv_heads[1]), new)
 
 

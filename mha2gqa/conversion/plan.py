@@ -4,44 +4,51 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .. import heads
 from ..architectures import (
-    AttentionSite,
+    AttentionModule,
     AttentionSpec,
     Geometry,
     config_changes,
-    find_sites,
+    find_attention_modules,
     find_spec,
     kv_heads_before,
     lookup,
     plan_groups,
 )
-from ..architectures import geometry as site_geometry
+from ..architectures import geometry as module_geometry
 from ..checkpoints.reader import edit_config
 from ..errors import UnsupportedModelError, UsageError
 from ..merging import MERGERS
 from ..modeling import Export, find_export
 from ..modeling import config_changes as export_changes
 
-if TYPE_CHECKING:
-    pass
-
 ATTENTION = ("self", "cross")  # kinds of decoder attention whose heads are shared
-Groupings = Mapping[str, heads.Grouping]  # by site path
+Groupings = Mapping[str, heads.Grouping]  # by module path
 
 
 @dataclass(frozen=True)
-class Site:
+class ModulePlan:
     """One attention module and what becomes of it."""
 
-    site: AttentionSite
+    module: AttentionModule
     geometry: Geometry
     grouping: tuple[tuple[int, ...], ...]
 
     @property
-    def kept(self) -> bool:
+    def path(self) -> str:
+        """Path of the module in the model."""
+        return self.module.path
+
+    @property
+    def names(self) -> Mapping[str, str]:
+        """Role -> tensor name."""
+        return self.module.names
+
+    @property
+    def unchanged(self) -> bool:
         """Whether the module stays as it is."""
         return len(self.grouping) == self.geometry.num_kv_heads and not self.reordered
 
@@ -57,7 +64,7 @@ class Plan:
 
     Args:
         spec: The architecture.
-        sites: Every attention module.
+        modules: Every attention module.
         num_kv_heads: `(before, after)`.
         config: The raw config to write.
         source: The raw config of the source, its KV heads stated.
@@ -68,7 +75,7 @@ class Plan:
     """
 
     spec: AttentionSpec
-    sites: tuple[Site, ...]
+    modules: tuple[ModulePlan, ...]
     num_kv_heads: tuple[int, int]
     config: dict[str, Any]
     source: dict[str, Any]
@@ -80,11 +87,12 @@ class Plan:
 
     def regrouped(self, groupings: Groupings) -> Plan:
         """The same conversion with other heads sharing."""
-        sites = tuple(
-            replace(s, grouping=_grouping(s.site, s.geometry, len(s.grouping), groupings)) for s in self.sites
+        modules = tuple(
+            replace(s, grouping=_grouping(s.module, s.geometry, len(s.grouping), groupings))
+            for s in self.modules
         )
-        check_order(self.spec, sites)
-        return replace(self, sites=sites)
+        check_order(self.spec, modules)
+        return replace(self, modules=modules)
 
     def moved(self, pairs: Sequence[Sequence[int]]) -> list[list[int]]:
         """Where query heads of cross-attention lie once those that share are neighbours.
@@ -93,9 +101,9 @@ class Plan:
             pairs: `(layer, query head)` in the source, such as `alignment_heads` of a Whisper model.
         """
         orders = {
-            s.site.layer: heads.query_order(s.grouping, s.geometry.num_heads // s.geometry.num_kv_heads)
-            for s in self.sites
-            if s.site.kind == "cross"
+            s.module.layer: heads.query_order(s.grouping, s.geometry.num_heads // s.geometry.num_kv_heads)
+            for s in self.modules
+            if s.module.kind == "cross"
         }
         return [
             [layer, orders[layer].index(head) if head in orders.get(layer, ()) else head]
@@ -103,24 +111,24 @@ class Plan:
         ]
 
 
-def plan_sites(
+def plan_modules(
     spec: AttentionSpec, config: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]
-) -> list[tuple[AttentionSite, Geometry]]:
+) -> list[tuple[AttentionModule, Geometry]]:
     """Every attention module with its head counts, all checked against the config.
 
     Raises:
         UnsupportedModelError: No attention module is found.
         CheckpointError: Tensors and config disagree, or attention layers are missing.
     """
-    sites = find_sites(spec, shapes)
-    if not sites:
+    modules = find_attention_modules(spec, shapes)
+    if not modules:
         find_export(config)  # which says it better where the decoder is missing
         raise UnsupportedModelError(
             "no attention projections under the expected names",
             where=f"model_type {config.get('model_type')!r}",
             fix="this is not a checkpoint as transformers saves it",
         )
-    return [(site, site_geometry(spec, config, site, shapes)) for site in sites]
+    return [(module, module_geometry(spec, config, module, shapes)) for module in modules]
 
 
 def plan_conversion(
@@ -172,19 +180,19 @@ def plan_for_spec(
     if method not in MERGERS:
         raise UsageError(f"no method {method!r}", where="--method", fix=f"choose one of {', '.join(MERGERS)}")
     export = find_export(config)
-    found = plan_sites(spec, config, shapes)
+    found = plan_modules(spec, config, shapes)
     targets = _targets(spec, config, found, groups, attention)
-    sites = tuple(
-        Site(site, geometry, _grouping(site, geometry, target, groupings))
-        for (site, geometry), target in zip(found, targets, strict=True)
+    modules = tuple(
+        ModulePlan(module, geometry, _grouping(module, geometry, target, groupings))
+        for (module, geometry), target in zip(found, targets, strict=True)
     )
-    check_order(spec, sites)
-    shared = [s for s in sites if s.site.kind in attention]
+    check_order(spec, modules)
+    shared = [s for s in modules if s.module.kind in attention]
     before = kv_heads_before(spec, config, [s.geometry for s in shared])
     num_heads = shared[0].geometry.num_heads
     changes = config_changes(spec, config, num_heads, groups)
     if export is not None:  # stock classes ignore the key (Whisper's takes it for another): ours only
-        heads_of = {s.site.kind: len(s.grouping) for s in sites}
+        heads_of = {s.module.kind: len(s.grouping) for s in modules}
         changes = {} if groups == before else export_changes(config, heads_of)
     notes = _notes(spec, config, num_heads, (before, groups), changes)
     if export is not None and changes:
@@ -192,7 +200,7 @@ def plan_for_spec(
             f"transformers has no KV-head count for this type: {export.file} goes with the result, which loads "
             "with trust_remote_code=True (mha2gqa itself runs its own copy and needs no consent)"
         )
-    kinds = tuple(kind for kind in ATTENTION if any(s.site.kind == kind for s in shared))
+    kinds = tuple(kind for kind in ATTENTION if any(s.module.kind == kind for s in shared))
     source = dict(config)
     if (
         export is None
@@ -203,29 +211,29 @@ def plan_for_spec(
         source = edit_config(config, {(*spec.config_path, *spec.kv_heads_keys[0].split(".")): before})
     new = edit_config(config, changes)
     travels = export if changes else None
-    return Plan(spec, sites, (before, groups), new, source, method, seed, tuple(notes), kinds, travels)
+    return Plan(spec, modules, (before, groups), new, source, method, seed, tuple(notes), kinds, travels)
 
 
-def check_order(spec: AttentionSpec, sites: Sequence[Site]) -> None:
+def check_order(spec: AttentionSpec, modules: Sequence[ModulePlan]) -> None:
     """Refuse groupings that move heads where that would change the model.
 
     Raises:
         UsageError: Heads are tied to their places (ALiBi), or must move in all layers alike (T5).
     """
-    first: dict[str, Site] = {}
-    for site in sites:
-        freedom = spec.permutable_of(site.site.kind)
-        if freedom == "never" and site.reordered:
+    first: dict[str, ModulePlan] = {}
+    for module in modules:
+        freedom = spec.permutable_of(module.module.kind)
+        if freedom == "never" and module.reordered:
             raise UsageError(
                 "heads are tied to their places here (ALiBi slopes)",
-                where=f"--grouping {site.site.path}",
+                where=f"--grouping {module.path}",
                 fix="let neighbours share",
             )
-        other = first.setdefault(site.site.kind, site)
-        if freedom == "model" and site.grouping != other.grouping:
+        other = first.setdefault(module.module.kind, module)
+        if freedom == "model" and module.grouping != other.grouping:
             raise UsageError(
-                f"not the grouping of {other.site.path}, but all layers share one position bias per head",
-                where=f"--grouping {site.site.path}",
+                f"not the grouping of {other.module.path}, but all layers share one position bias per head",
+                where=f"--grouping {module.path}",
                 fix="give all layers the same grouping",
             )
 
@@ -233,7 +241,7 @@ def check_order(spec: AttentionSpec, sites: Sequence[Site]) -> None:
 def _targets(
     spec: AttentionSpec,
     config: Mapping[str, Any],
-    found: Sequence[tuple[AttentionSite, Geometry]],
+    found: Sequence[tuple[AttentionModule, Geometry]],
     groups: int,
     attention: Sequence[str],
 ) -> list[int]:
@@ -244,14 +252,14 @@ def _targets(
             where="--attention",
             fix="try self, cross or both",
         )
-    geometries = [geometry for site, geometry in found if site.kind in attention]
+    geometries = [geometry for module, geometry in found if module.kind in attention]
     if not geometries:
-        have = " and ".join(sorted({site.kind for site, _ in found}))
+        have = " and ".join(sorted({module.kind for module, _ in found}))
         raise UsageError(
             f"the decoder has only {have} attention", where="--attention", fix="leave the option out"
         )
     shared = iter(plan_groups(spec, config, geometries, groups))
-    return [next(shared) if site.kind in attention else g.num_kv_heads for site, g in found]
+    return [next(shared) if module.kind in attention else g.num_kv_heads for module, g in found]
 
 
 def _notes(
@@ -278,20 +286,20 @@ def _notes(
 
 
 def _grouping(
-    site: AttentionSite, geometry: Geometry, groups: int, groupings: Groupings | None
+    module: AttentionModule, geometry: Geometry, groups: int, groupings: Groupings | None
 ) -> tuple[tuple[int, ...], ...]:
     if groupings is None:
         return heads.neighbours(geometry.num_kv_heads, groups)
     try:
-        grouping = tuple(tuple(int(h) for h in group) for group in groupings[site.path])
+        grouping = tuple(tuple(int(h) for h in group) for group in groupings[module.path])
     except KeyError:
-        raise UsageError(f"no entry for {site.path}", where="--grouping", fix="list every module") from None
+        raise UsageError(f"no entry for {module.path}", where="--grouping", fix="list every module") from None
     size = geometry.num_kv_heads // groups
     whole = sorted(h for group in grouping for h in group) == list(range(geometry.num_kv_heads))
     if not whole or [len(group) for group in grouping] != [size] * groups:
         raise UsageError(
             f"not {groups} groups of {size} that hold each head once",
-            where=f"--grouping {site.path}",
+            where=f"--grouping {module.path}",
             fix="write G lists of equal length",
         )
     return grouping

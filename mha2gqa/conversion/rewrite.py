@@ -14,7 +14,7 @@ from .. import heads
 from ..architectures import rotary_dim
 from ..errors import CheckpointError
 from ..merging import MERGERS, MergeContext, Merged
-from .plan import Plan, Site
+from .plan import ModulePlan, Plan
 
 if TYPE_CHECKING:
     from ..calibration import Statistics
@@ -22,21 +22,21 @@ if TYPE_CHECKING:
 POOLING = ("mean", "first", "random")  # touch only k, v and their extras
 
 
-def site_context(
-    plan: Plan, site: Site, tensors: Mapping[str, Tensor], statistics: Statistics | None = None
+def merge_context(
+    plan: Plan, module: ModulePlan, tensors: Mapping[str, Tensor], statistics: Statistics | None = None
 ) -> MergeContext:
     """What a merging method may know of one module, beside its weights."""
     norms = (f"{norm}.weight" for norm in plan.spec.qk_norm)
     return MergeContext(
         plan.spec,
-        rotary_dim(plan.spec, plan.config, site.geometry.head_dim, site.site.layer),
-        None if statistics is None else statistics.of(site.site),
-        site_seed(plan, site),
+        rotary_dim(plan.spec, plan.config, module.geometry.head_dim, module.module.layer),
+        None if statistics is None else statistics.of(module.module),
+        module_seed(plan, module),
         tuple(tensors[role] for role in norms if role in tensors),
     )
 
 
-def check_finite(site: Site, tensors: Mapping[str, Tensor]) -> None:
+def check_finite(module: ModulePlan, tensors: Mapping[str, Tensor]) -> None:
     """Refuse a module whose weights no method can measure.
 
     Raises:
@@ -46,39 +46,39 @@ def check_finite(site: Site, tensors: Mapping[str, Tensor]) -> None:
         if x.is_floating_point() and not bool(x.isfinite().all()):
             raise CheckpointError(
                 "holds NaN or infinity",
-                where=site.site.names[role],
+                where=module.names[role],
                 fix="the source is broken: download or save it again",
             )
 
 
-def merge_site(
-    plan: Plan, site: Site, tensors: Mapping[str, Tensor], context: MergeContext
+def merge_module(
+    plan: Plan, module: ModulePlan, tensors: Mapping[str, Tensor], context: MergeContext
 ) -> tuple[dict[str, Tensor], Merged]:
     """One attention module, by role, before -> after.
 
     Args:
         plan: The conversion.
-        site: The module.
+        module: The module.
         tensors: Role -> tensor as stored.
         context: What the method may know.
 
     Returns:
         Role -> tensor to store, and the merged module.
     """
-    weights = heads.split(plan.spec, site.geometry, tensors)
-    if site.kept:
+    weights = heads.split(plan.spec, module.geometry, tensors)
+    if module.unchanged:
         return dict(tensors), Merged(weights, residual=0.0)
-    merged = MERGERS[plan.method](weights, site.grouping, context)
+    merged = MERGERS[plan.method](weights, module.grouping, context)
     return heads.unsplit(plan.spec, merged.weights), merged
 
 
-def site_seed(plan: Plan, site: Site) -> int:
+def module_seed(plan: Plan, module: ModulePlan) -> int:
     """A seed of its own for every module, the same in every run."""
-    return plan.seed * 1_000_003 + [s.site.path for s in plan.sites].index(site.site.path)
+    return plan.seed * 1_000_003 + [s.path for s in plan.modules].index(module.path)
 
 
-def site_changes(
-    plan: Plan, site: Site, shapes: Mapping[str, Sequence[int]], fitted: bool = False
+def module_changes(
+    plan: Plan, module: ModulePlan, shapes: Mapping[str, Sequence[int]], fitted: bool = False
 ) -> tuple[dict[str, tuple[int, ...]], list[str]]:
     """What a conversion does to a module's tensors; those not named are copied as bytes.
 
@@ -86,26 +86,26 @@ def site_changes(
 
     Args:
         plan: The conversion.
-        site: The module.
+        module: The module.
         shapes: Shape of every tensor of the source by name.
         fitted: Whether queries, output projections and norms change too, whatever the method.
 
     Returns:
         Role -> new shape of each changed tensor, and the roles that vanish (one tensor per lost head).
     """
-    if site.kept:
+    if module.unchanged:
         return {}, []
-    names = site.site.names
+    names = module.names
     empty = {role: torch.empty(tuple(shapes[name]), device="meta") for role, name in names.items()}
-    weights = heads.split(plan.spec, site.geometry, empty)
+    weights = heads.split(plan.spec, module.geometry, empty)
     # Not by the mean: adding on the meta device loads a second's worth of torch.
-    pooled = MERGERS["first"](weights, site.grouping, MergeContext(plan.spec, 0)).weights
+    pooled = MERGERS["first"](weights, module.grouping, MergeContext(plan.spec, 0)).weights
     stored = {role: tuple(x.shape) for role, x in heads.unsplit(plan.spec, pooled).items() if role in names}
     shared = {f"{norm}.{leaf}" for norm in plan.spec.qk_norm for leaf in ("weight", "bias")}
     if fitted:  # the gains that all heads share are trained with them
         stored |= {role: tuple(shapes[name]) for role, name in names.items() if role in shared}
     lost = [role for role in names if role not in stored and role not in shared]
-    if plan.method in POOLING and not site.reordered and not fitted:
+    if plan.method in POOLING and not module.reordered and not fitted:
         kv = set(weights.kv_extras)
         moved = {r for r in stored if r.startswith(("k.", "v.", "qkv."))} | {
             r for r in stored if role_template(r) in kv
@@ -119,12 +119,12 @@ def role_template(role: str) -> str:
     return re.sub(r"\.\d+\.", ".{head}.", role)
 
 
-class SiteRewriter:
+class ModuleConverter:
     """Merges a module when the first of its tensors is due, and lets go of each once it is taken.
 
     Args:
         plan: The conversion.
-        site: The module.
+        module: The module.
         shapes: Shape of every tensor of the source by name.
         read: Name -> tensor.
         statistics: Moments on calibration text, for methods that use them.
@@ -134,14 +134,14 @@ class SiteRewriter:
     def __init__(
         self,
         plan: Plan,
-        site: Site,
+        module: ModulePlan,
         shapes: Mapping[str, Sequence[int]],
         read: Callable[[str], Tensor],
         statistics: Statistics | None = None,
         fitted: bool = False,
     ) -> None:
-        self.plan, self.site, self.read, self.statistics = plan, site, read, statistics
-        self.shapes, self._lost = site_changes(plan, site, shapes, fitted)
+        self.plan, self.module, self.read, self.statistics = plan, module, read, statistics
+        self.shapes, self._lost = module_changes(plan, module, shapes, fitted)
         self.facts: dict[str, Any] = {}  # further fields of the report
         self._pending: dict[str, Tensor] = {}
         self.report: dict[str, Any] = {}
@@ -149,26 +149,26 @@ class SiteRewriter:
     @property
     def names(self) -> dict[str, str]:
         """Role -> name of every tensor that changes."""
-        return {role: self.site.site.names[role] for role in self.shapes}
+        return {role: self.module.names[role] for role in self.shapes}
 
     @property
-    def lost(self) -> list[str]:
+    def removed(self) -> list[str]:
         """Names of the tensors that vanish."""
-        return [self.site.site.names[role] for role in self._lost]
+        return [self.module.names[role] for role in self._lost]
 
-    def take(self, role: str) -> Tensor:
+    def tensor(self, role: str) -> Tensor:
         """The new tensor of a role; each can be taken once."""
         if role not in self._pending:
-            before = {role: self.read(name) for role, name in self.site.site.names.items()}
+            before = {role: self.read(name) for role, name in self.module.names.items()}
             if self.plan.method not in POOLING:
-                check_finite(self.site, before)
-            context = site_context(self.plan, self.site, before, self.statistics)
-            after, merged = merge_site(self.plan, self.site, before, context)
+                check_finite(self.module, before)
+            context = merge_context(self.plan, self.module, before, self.statistics)
+            after, merged = merge_module(self.plan, self.module, before, context)
             self._pending = {role: after[role] for role in self.shapes}
-            self.report = layer_report(self.plan, self.site, before, merged) | self.facts
+            self.report = layer_report(self.plan, self.module, before, merged) | self.facts
         return self._pending.pop(role)
 
-    def fill(self, tensors: Mapping[str, Tensor], report: Mapping[str, Any]) -> None:
+    def set(self, tensors: Mapping[str, Tensor], report: Mapping[str, Any]) -> None:
         """Hand over what has been made elsewhere: the new tensor of every role in `shapes`."""
         self._pending = {role: tensors[role] for role in self.shapes}
         self.report = dict(report)
@@ -180,23 +180,25 @@ def rms(x: Tensor) -> float:
     return math.sqrt(sum(norm * norm for norm in norms) / x.numel())
 
 
-def layer_report(plan: Plan, site: Site, before: Mapping[str, Tensor], merged: Merged) -> dict[str, Any]:
+def layer_report(
+    plan: Plan, module: ModulePlan, before: Mapping[str, Tensor], merged: Merged
+) -> dict[str, Any]:
     """What the user is told of one module.
 
     `norm_ratio` is the RMS norm of the new key (value) heads over that of the old: 1 where heads agree,
     1/sqrt(group size) where they are unrelated and cancel.
     """
-    source = heads.split(plan.spec, site.geometry, before)
+    source = heads.split(plan.spec, module.geometry, before)
     ratio = {
         name: rms(new) / max(rms(old), 1e-30)
         for name, new, old in (("k", merged.weights.k, source.k), ("v", merged.weights.v, source.v))
     }
     return {
-        "path": site.site.path,
-        "layer": site.site.layer,
-        "kind": site.site.kind,
-        "grouping": [list(group) for group in site.grouping],
-        "regrouped": site.reordered,
+        "path": module.path,
+        "layer": module.module.layer,
+        "kind": module.module.kind,
+        "grouping": [list(group) for group in module.grouping],
+        "regrouped": module.reordered,
         "residual": merged.residual,
         "norm_ratio": {name: round(value, 4) for name, value in ratio.items()},
         "notes": list(merged.notes),

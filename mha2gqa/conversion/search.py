@@ -15,10 +15,10 @@ from .. import heads
 from ..calibration import Statistics
 from ..checkpoints.loading import resolve_device
 from ..merging.grouping import evaluations, read_groupings, search
-from ..merging.sharing import Sharing, sharing
+from ..merging.objective import MergeObjective, merge_objective
 from .options import CalibrationOptions
-from .plan import Groupings, Plan, Site
-from .rewrite import check_finite, site_context
+from .plan import Groupings, ModulePlan, Plan
+from .rewrite import check_finite, merge_context
 
 Facts = dict[str, dict[str, Any]]  # module path -> further fields of its report
 Read = Callable[[str], Tensor]
@@ -40,7 +40,7 @@ def grouped(
     if how in ("neighbours", "given"):
         return plan, {}
     if how != "search":
-        counts = {s.site.path: (s.geometry.num_kv_heads, len(s.grouping)) for s in plan.sites}
+        counts = {s.path: (s.geometry.num_kv_heads, len(s.grouping)) for s in plan.modules}
         return plan.regrouped(read_groupings(how, counts)), {}
     groupings, facts = _searched(plan, read, statistics, options)
     return plan.regrouped(groupings), facts
@@ -50,25 +50,25 @@ def _searched(
     plan: Plan, read: Read, statistics: Statistics | None, options: CalibrationOptions
 ) -> tuple[Groupings, Facts]:
     """The best groupings found: one for each module, or one for all where heads may only move together."""
-    found: dict[str, heads.Grouping] = {s.site.path: s.grouping for s in plan.sites}
+    found: dict[str, heads.Grouping] = {s.path: s.grouping for s in plan.modules}
     facts: Facts = {}
-    together: dict[tuple[str, int, int], list[tuple[Site, Sharing]]] = {}
+    together: dict[tuple[str, int, int], list[tuple[ModulePlan, MergeObjective]]] = {}
     jobs: list[Future[Found]] = []
 
-    def search_later(members: list[tuple[Site, Sharing]]) -> None:
+    def search_later(members: list[tuple[ModulePlan, MergeObjective]]) -> None:
         jobs.append(pool.submit(_search, plan.method, members, options.seed))
 
     with _threads() as pool:
-        for site in plan.sites:
-            count, groups = site.geometry.num_kv_heads, len(site.grouping)
-            freedom = plan.spec.permutable_of(site.site.kind)
+        for module in plan.modules:
+            count, groups = module.geometry.num_kv_heads, len(module.grouping)
+            freedom = plan.spec.permutable_of(module.module.kind)
             if groups in (1, count) or freedom == "never":
                 continue
-            problem = _problem(plan, site, read, statistics, options).costs_only()
+            objective = _objective(plan, module, read, statistics, options).costs_only()
             if freedom == "model":
-                together.setdefault((site.site.kind, count, groups), []).append((site, problem))
+                together.setdefault((module.module.kind, count, groups), []).append((module, objective))
             else:
-                search_later([(site, problem)])
+                search_later([(module, objective)])
         for members in together.values():
             search_later(members)
         for done, job in enumerate(jobs):
@@ -91,33 +91,33 @@ def _threads() -> Iterator[ThreadPoolExecutor]:
         torch.set_num_threads(own)
 
 
-def _problem(
-    plan: Plan, site: Site, read: Read, statistics: Statistics | None, options: CalibrationOptions
-) -> Sharing:
+def _objective(
+    plan: Plan, module: ModulePlan, read: Read, statistics: Statistics | None, options: CalibrationOptions
+) -> MergeObjective:
     """What sharing costs in one module."""
     device = resolve_device(options.device)
-    tensors = {role: read(name).to(device) for role, name in site.site.names.items()}
-    check_finite(site, tensors)
-    weights = heads.split(plan.spec, site.geometry, tensors)
-    context = site_context(plan, site, tensors, statistics)
-    return sharing(weights, context, "full" if plan.method == "joint" else "rigid")
+    tensors = {role: read(name).to(device) for role, name in module.names.items()}
+    check_finite(module, tensors)
+    weights = heads.split(plan.spec, module.geometry, tensors)
+    context = merge_context(plan, module, tensors, statistics)
+    return merge_objective(weights, context, "full" if plan.method == "joint" else "rigid")
 
 
-def _search(method: str, members: list[tuple[Site, Sharing]], seed: int) -> Found:
+def _search(method: str, members: list[tuple[ModulePlan, MergeObjective]], seed: int) -> Found:
     """The grouping of least summed cost of modules that must keep one order."""
-    site, problems = members[0][0], [problem for _, problem in members]
-    groups = len(site.grouping)
-    size = site.geometry.num_kv_heads // groups * site.geometry.head_dim
-    pairs = torch.stack([problem.pairs() for problem in problems]).sum(0).numpy()
+    module, objectives = members[0][0], [objective for _, objective in members]
+    groups = len(module.grouping)
+    size = module.geometry.num_kv_heads // groups * module.geometry.head_dim
+    pairs = torch.stack([objective.pairs() for objective in objectives]).sum(0).numpy()
     # Procrustes costs are slow iterations; its authors search on sums of pairs alone, and so do we.
-    budget = max(24, evaluations(size) // len(problems)) if method == "joint" else 0
+    budget = max(24, evaluations(size) // len(objectives)) if method == "joint" else 0
     known: dict[tuple[int, ...], list[float]] = {}  # neighbours are asked for again at the end
 
     def costs(group: tuple[int, ...]) -> list[float]:
         if group not in known:
-            known[group] = [problem.cost(group) for problem in problems]
+            known[group] = [objective.cost(group) for objective in objectives]
         return known[group]
 
     best = search(pairs, lambda group: sum(costs(group)), groups, budget=budget, seed=seed)
-    each = [sum(lost) / 2 for lost in zip(*map(costs, site.grouping), strict=True)]  # see Sharing.residual
-    return best, {member.site.path: lost for (member, _), lost in zip(members, each, strict=True)}
+    each = [sum(lost) / 2 for lost in zip(*map(costs, module.grouping), strict=True)]  # see Sharing.residual
+    return best, {member.module.path: lost for (member, _), lost in zip(members, each, strict=True)}

@@ -11,20 +11,20 @@ from .. import heads
 from ..architectures import AttentionSpec
 from ..heads import Geometry
 from .plan import Plan
-from .rewrite import SiteRewriter, role_template
+from .rewrite import ModuleConverter, role_template
 
 
 def result_spec(spec: AttentionSpec, plan: Plan) -> AttentionSpec:
     """The spec of the converted model: another fused layout, for some targets."""
-    site = plan.sites[0]
-    target = spec.target(site.geometry.num_heads, plan.num_kv_heads[1])
+    module = plan.modules[0]
+    target = spec.target(module.geometry.num_heads, plan.num_kv_heads[1])
     return spec if target is None else replace(spec, layout=target.layout)
 
 
 def as_stored(
     spec: AttentionSpec,
     live: Plan,
-    source: SiteRewriter,
+    source: ModuleConverter,
     state: Mapping[str, Tensor],
     roles: Mapping[str, str],
 ) -> dict[str, Tensor]:
@@ -37,14 +37,14 @@ def as_stored(
         state: The fitted model's state dict.
         roles: Role -> name of the module's tensors on disk.
     """
-    g = source.site.geometry
-    after = Geometry(g.num_heads, len(source.site.grouping), g.head_dim, g.value_dim)
-    names = {role: name for role, name in source.site.site.names.items() if name in state}
+    g = source.module.geometry
+    after = Geometry(g.num_heads, len(source.module.grouping), g.head_dim, g.value_dim)
+    names = {role: name for role, name in source.module.names.items() if name in state}
     own = result_spec(live.spec, live)
     weights = heads.split(own, after, {role: state[name] for role, name in names.items()})
     # A class may call what belongs to heads otherwise than the files do; both know it in the same order.
     mine, theirs = (
-        [extra.name for extra in described.extras if extra.name in set(map(role_template, present))]
+        [extra.name for extra in described.per_head if extra.name in set(map(role_template, present))]
         for described, present in ((own, names), (spec, roles))
     )
     stored = dict(zip(mine, theirs, strict=True))

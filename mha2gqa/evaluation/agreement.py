@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..architectures.locate import find_sites
+from ..architectures.locate import find_attention_modules
 from ..architectures.registry import find_spec
 from ..errors import CheckpointError, UnsupportedModelError
 from .batching import Batch
@@ -23,12 +23,12 @@ def attention_outputs(model: PreTrainedModel) -> dict[str, nn.Module]:
     """The output projection of every attention module by its path; empty if the class is not known."""
     try:
         spec = find_spec(model.config.to_dict())
-        sites = find_sites(spec, model.state_dict())
+        modules = find_attention_modules(spec, model.state_dict())
     except (UnsupportedModelError, CheckpointError):
         return {}
-    modules = dict(model.named_modules())
-    paths = {site.path: f"{site.path}.{spec.o}" for site in sites}
-    return {path: modules[name] for path, name in paths.items() if name in modules}
+    instances = dict(model.named_modules())
+    paths = {module.path: f"{module.path}.{spec.o}" for module in modules}
+    return {path: instances[name] for path, name in paths.items() if name in instances}
 
 
 @contextlib.contextmanager

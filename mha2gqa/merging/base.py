@@ -12,7 +12,7 @@ from ..architectures.spec import AttentionSpec
 from ..heads import AttentionWeights, Grouping
 
 if TYPE_CHECKING:
-    from ..calibration import SiteStatistics
+    from ..calibration import SecondMoments
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class MergeContext:
 
     spec: AttentionSpec
     rotary: int
-    statistics: SiteStatistics | None = None
+    statistics: SecondMoments | None = None
     seed: int = 0
     gains: tuple[Tensor, ...] = ()
 

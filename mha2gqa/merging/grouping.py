@@ -168,7 +168,7 @@ def _refine(pairs: np.ndarray, memo: _Memo, partition: Grouping) -> Grouping:
 # --- files ---------------------------------------------------------------------------------------------
 
 
-def read_groupings(path: str | Path, sites: Mapping[str, tuple[int, int]]) -> dict[str, Grouping]:
+def read_groupings(path: str | Path, modules: Mapping[str, tuple[int, int]]) -> dict[str, Grouping]:
     """Partitions from a JSON file, one for each module.
 
     The file holds either one partition for all modules (`[[0, 2], [1, 3]]`), or an object from module path
@@ -176,7 +176,7 @@ def read_groupings(path: str | Path, sites: Mapping[str, tuple[int, int]]) -> di
 
     Args:
         path: The file.
-        sites: Module path -> `(K, G)`: heads now, and groups wanted.
+        modules: Module path -> `(K, G)`: heads now, and groups wanted.
 
     Returns:
         Module path -> partition as written (the order of groups and heads is kept).
@@ -195,22 +195,24 @@ def read_groupings(path: str | Path, sites: Mapping[str, tuple[int, int]]) -> di
     if isinstance(data, dict) and "grouping" in data:
         data = data["grouping"]
     out = {}
-    for site, (heads, groups) in sites.items():
-        entry = _entry(data, site)
+    for module, (heads, groups) in modules.items():
+        entry = _entry(data, module)
         if entry is None:
             raise UsageError(
-                f"no entry for {site}", where=f"--grouping {path}", fix="list every module, by path or layer"
+                f"no entry for {module}",
+                where=f"--grouping {path}",
+                fix="list every module, by path or layer",
             )
-        out[site] = _checked(entry, heads, groups, f"--grouping {path}, {site}")
+        out[module] = _checked(entry, heads, groups, f"--grouping {path}, {module}")
     return out
 
 
-def _entry(data: Any, site: str) -> Any:
+def _entry(data: Any, module: str) -> Any:
     """What a grouping file says of one module: by path, by layer number, or the same for all."""
     if not isinstance(data, dict):
         return data
-    layer = next((part for part in site.split(".") if part.isdigit()), "0")
-    return data.get(site, data.get(layer))
+    layer = next((part for part in module.split(".") if part.isdigit()), "0")
+    return data.get(module, data.get(layer))
 
 
 def _checked(entry: Any, heads: int, groups: int, where: str) -> Grouping:

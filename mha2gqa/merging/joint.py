@@ -7,10 +7,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..heads import AttentionWeights, Grouping, plane_index, query_order
+from ..heads import AttentionWeights, Grouping, query_order, rotary_pair_index
 from .base import MergeContext, Merged
 from .covariance import augmented, key_moment
-from .sharing import Freedom, Sharing, merge, sharing
+from .objective import MergeObjective, Symmetries, merge, merge_objective
 
 
 def joint(weights: AttentionWeights, grouping: Grouping, context: MergeContext) -> Merged:
@@ -41,15 +41,17 @@ def align(weights: AttentionWeights, grouping: Grouping, context: MergeContext) 
     return _merged(weights, grouping, context, "rigid")
 
 
-def _merged(weights: AttentionWeights, grouping: Grouping, context: MergeContext, freedom: Freedom) -> Merged:
-    problem = sharing(weights, context, freedom)
+def _merged(
+    weights: AttentionWeights, grouping: Grouping, context: MergeContext, freedom: Symmetries
+) -> Merged:
+    objective = merge_objective(weights, context, freedom)
     normed = context.spec.key_symmetry == "phases" and len(grouping) < weights.num_kv_heads
-    merged, residual = merge(problem, grouping, _split_gains if normed else None)
-    return Merged(merged, residual, problem.notes)
+    merged, residual = merge(objective, grouping, _split_gains if normed else None)
+    return Merged(merged, residual, objective.notes)
 
 
 def _split_gains(
-    problem: Sharing, grouping: Grouping, keys: Tensor, queries: Tensor, base: AttentionWeights
+    objective: MergeObjective, grouping: Grouping, keys: Tensor, queries: Tensor, base: AttentionWeights
 ) -> AttentionWeights:
     """Distribute effective rows over the rows and the gains of full-width norms.
 
@@ -66,13 +68,13 @@ def _split_gains(
     Returns:
         `base` with rows and gains of keys and queries.
     """
-    w = problem.weights
+    w = objective.weights
     members = torch.as_tensor([list(group) for group in grouping], device=keys.device)
     order = torch.as_tensor(query_order(grouping, w.num_heads // w.num_kv_heads), device=keys.device)
-    wanted_k = _dim_energy(problem, augmented(w.k, w.k_bias))[members].mean(1)  # [G, d]
-    wanted_q = _dim_energy(problem, augmented(w.q, w.q_bias))[order]
-    key_rows, key_gains = _gained(problem, keys, wanted_k)
-    query_rows, query_gains = _gained(problem, queries[order], wanted_q)
+    wanted_k = _dim_energy(objective, augmented(w.k, w.k_bias))[members].mean(1)  # [G, d]
+    wanted_q = _dim_energy(objective, augmented(w.q, w.q_bias))[order]
+    key_rows, key_gains = _gained(objective, keys, wanted_k)
+    query_rows, query_gains = _gained(objective, queries[order], wanted_q)
     return replace(
         base,
         k=key_rows[:, :, :-1].to(w.k.dtype),
@@ -86,19 +88,19 @@ def _split_gains(
     )
 
 
-def _dim_energy(problem: Sharing, rows: Tensor) -> Tensor:
+def _dim_energy(objective: MergeObjective, rows: Tensor) -> Tensor:
     """E|row x̂|² of `[heads, d, n]` as `[heads, d]`; both dims of a plane get the plane's mean."""
-    context, moment = problem.context, key_moment(problem.weights, problem.context)
-    first, second, _ = plane_index(context.spec.position, context.rotary, rows.shape[1])
+    context, moment = objective.context, key_moment(objective.weights, objective.context)
+    first, second, _ = rotary_pair_index(context.spec.position, context.rotary, rows.shape[1])
     energy = ((rows @ moment) * rows).sum(2).clamp_min(0)
     mean = (energy[:, first] + energy[:, second]) / 2
     energy[:, first], energy[:, second] = mean, mean
     return energy
 
 
-def _gained(problem: Sharing, rows: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+def _gained(objective: MergeObjective, rows: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
     """`rows` scaled to the energies `wanted` `[heads, d]`, and the gains that undo it."""
-    have = _dim_energy(problem, rows)
+    have = _dim_energy(objective, rows)
     alive = (have > 0) & (wanted > 0)
     gains = torch.where(alive, (have / torch.where(alive, wanted, 1.0)).sqrt(), 1.0)
     return rows / gains[:, :, None], gains

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..heads import AttentionWeights, Grouping, permute_queries, pool, pool_extras, query_order
+from ..heads import AttentionWeights, Grouping, permute_queries, pool, pool_per_head, query_order
 from .base import MergeContext, Merged
 
 
@@ -27,7 +27,7 @@ def pooled(
         v=pool(weights.v, grouping, how),
         k_bias=maybe(weights.k_bias),
         v_bias=maybe(weights.v_bias),
-        kv_extras=pool_extras(context.spec, weights.kv_extras, grouping, how),
+        kv_extras=pool_per_head(context.spec, weights.kv_extras, grouping, how),
     )
 
 

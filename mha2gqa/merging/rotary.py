@@ -1,6 +1,6 @@
 """Sharing problems of keys in pairs of dims: one complex scalar per head and frequency plane.
 
-Letters as in `problems`: K heads, m heads of one group, P planes, n = D + 1 inputs. Complex, float64.
+Letters as in `objectives`: K heads, m heads of one group, P planes, n = D + 1 inputs. Complex, float64.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _KeyPlanes:
 
 
 @dataclass(frozen=True)
-class PlaneProblem(_KeyPlanes):
+class RotaryObjective(_KeyPlanes):
     """Rotary keys: one complex scalar per head and plane, moved into the queries.
 
     Minimises Σ_h ω_h E|κ_h x̂ - c_h κ̄ x̂|² in each plane: the top eigenvector of an m x m Gram.
@@ -72,7 +72,7 @@ class PlaneProblem(_KeyPlanes):
 
 
 @dataclass(frozen=True)
-class UnitPlaneProblem(_KeyPlanes):
+class UnitRotaryObjective(_KeyPlanes):
     """Keys behind a norm: only unit scalars per plane; sign flips where even a rotation is too much.
 
     A dim that has no partner is a plane with zero imaginary part.

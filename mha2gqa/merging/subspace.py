@@ -38,7 +38,7 @@ class Shared(NamedTuple):
     cost: Tensor
 
 
-class Problem(Protocol):
+class SubspaceObjective(Protocol):
     """One projection's sharing problem."""
 
     @property
@@ -55,10 +55,10 @@ class Problem(Protocol):
         """The shared head, the way to it of each member, and its cost."""
 
 
-def costs_only(problem: Problem) -> Problem:
+def costs_only(objective: SubspaceObjective) -> SubspaceObjective:
     """A copy that can only tell costs: its Grams on the processor, which solves many small ones fastest."""
-    light = copy.copy(problem)
-    for name, x in vars(problem).items():
+    light = copy.copy(objective)
+    for name, x in vars(objective).items():
         if isinstance(x, Tensor):
             kept = name in ("gram", "weights", "rotatable")
             object.__setattr__(light, name, x.cpu() if kept else x.new_empty(0))
@@ -97,7 +97,7 @@ def ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class LinearProblem:
+class LinearObjective:
     """Heads related by any invertible map: values, and keys that are not rotated.
 
     The error of head h is measured after `left_h`: E|left_h (rows_h x̂ - map_h shared x̂)|². Stacking
@@ -161,7 +161,7 @@ class LinearProblem:
 
 
 @dataclass(frozen=True)
-class OrthogonalProblem:
+class OrthogonalObjective:
     """Values behind a norm, or the Procrustes baseline: orthogonal maps, then a mean with its norm put back.
 
     Args:
@@ -234,7 +234,7 @@ class OrthogonalProblem:
 
 
 @dataclass(frozen=True)
-class MeanProblem:
+class MeanObjective:
     """No symmetry at all: the plain mean.
 
     Args:

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import kl_div
 
-from ..architectures import AttentionSpec, find_sites
-from ..calibration import Batch, Progress, site_key
+from ..architectures import AttentionSpec, find_attention_modules
+from ..calibration import Batch, Progress, module_key
 from ..config.reconstruct import ReconstructConfig
 from .driver import split_batches
 from .hidden_states import slice_rows
-from .regress import descend, row_order
+from .regress import minimise, row_order
 from .train_state import autocast, float32, frozen, repeatable, trained_parameters
 
 LOGITS = {"cpu": 2**26, "default": 2**29}  # float32 logits of one model that exist at a time
@@ -56,7 +56,7 @@ def distill(
         config: `distill_steps`, `distill_rate`; batches, schedule, held-out blocks and patience as for modules.
         progress: Called after each step with `(steps done, steps)`.
         student_spec: The student's architecture, where it is another.
-        only: Keys (`site_key`) of the modules to train; None trains all.
+        only: Keys (`module_key`) of the modules to train; None trains all.
 
     Returns:
         Held-out divergence before and after.
@@ -71,9 +71,9 @@ def distill(
     size = config.batch_size
     seen = slice_rows(inputs, train.stop * size)
     kept = _rows(inputs, torch.arange(train.stop * size, held_out.stop * size))
-    sites = find_sites(student_spec or spec, student.state_dict().keys())
-    sites = [site for site in sites if only is None or site_key(site) in only]
-    parameters = [p for s in sites for p in trained_parameters(student.get_submodule(s.path), s)]
+    modules = find_attention_modules(student_spec or spec, student.state_dict().keys())
+    modules = [module for module in modules if only is None or module_key(module) in only]
+    parameters = [p for s in modules for p in trained_parameters(student.get_submodule(s.path), s)]
     order = row_order(train.stop * size, size, config.seed)
     device = next(student.parameters()).device
 
@@ -98,14 +98,14 @@ def distill(
             progress(done, config.distill_steps)
 
     @torch.no_grad()
-    def judge() -> float:
+    def validate() -> float:
         return sum(share * float(divergence(batch)) for share, batch in _pieces(teacher, kept))
 
     knobs = replace(config, steps=config.distill_steps, learning_rate=config.distill_rate, relative=False)
     with frozen(teacher, student), repeatable(), float32(parameters), torch.enable_grad():
-        before = judge()
-        steps = descend(parameters, backward, judge, knobs)
-        return Distilled(before, judge(), steps)
+        before = validate()
+        steps = minimise(parameters, backward, validate, knobs)
+        return Distilled(before, validate(), steps)
 
 
 def _rows(inputs: Batch | Tensor, index: Tensor) -> Batch:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..architectures import AttentionSite, AttentionSpec, find_sites
-from ..calibration import Batch, site_key
+from ..architectures import AttentionModule, AttentionSpec, find_attention_modules
+from ..calibration import Batch, module_key
 from ..config.reconstruct import ReconstructConfig
 from ..errors import DataError
 from .fisher import fisher_metrics
@@ -49,8 +49,8 @@ class LayerFit:
 class _Pair:
     """One module in both models, by path."""
 
-    site: AttentionSite
-    teacher: AttentionSite
+    module: AttentionModule
+    teacher: AttentionModule
 
 
 def reconstruct(
@@ -74,7 +74,7 @@ def reconstruct(
         config: Which stages, and how hard.
         progress: Called after each module.
         student_spec: The student's architecture, where it is another.
-        only: Keys (`site_key`) of the modules to fit; the others stay as they are. None fits all.
+        only: Keys (`module_key`) of the modules to fit; the others stay as they are. None fits all.
 
     Returns:
         One entry per module, in the order they were fitted.
@@ -89,14 +89,14 @@ def reconstruct(
     train, held_out = split_batches(inputs, config)
     inputs = slice_rows(inputs, held_out.stop * config.batch_size)
     pairs = _pairs(teacher, student, spec, student_spec or spec)
-    pairs = [pair for pair in pairs if only is None or site_key(pair.site) in only]
+    pairs = [pair for pair in pairs if only is None or module_key(pair.module) in only]
     if not pairs:
         return []
     fits = []
     with frozen(teacher, student), repeatable():
         size = config.batch_size
         walk = _Walk(
-            Stream(student, inputs, size, _blocks(student, [pair.site for pair in pairs])),
+            Stream(student, inputs, size, _blocks(student, [pair.module for pair in pairs])),
             Stream(teacher, inputs, size, _blocks(teacher, [pair.teacher for pair in pairs])),
             (spec, student_spec or spec),
             (train, held_out),
@@ -107,7 +107,7 @@ def reconstruct(
         last = len(walk.student.blocks) - 1
         for i, block in enumerate(walk.student.blocks):
             for pair in pairs:
-                if pair.site.path.startswith(f"{block}."):
+                if pair.module.path.startswith(f"{block}."):
                     fits.append(walk.visit(pair))
                     if progress:
                         progress(fits[-1])
@@ -138,18 +138,22 @@ def split_batches(inputs: Batch | Tensor, config: ReconstructConfig) -> tuple[ra
 def _pairs(
     teacher: nn.Module, student: nn.Module, spec: AttentionSpec, student_spec: AttentionSpec
 ) -> list[_Pair]:
-    original = {site_key(site): site for site in find_sites(spec, teacher.state_dict().keys())}
-    sites = find_sites(student_spec, student.state_dict().keys())
+    original = {
+        module_key(module): module for module in find_attention_modules(spec, teacher.state_dict().keys())
+    }
+    modules = find_attention_modules(student_spec, student.state_dict().keys())
     # In a layer, cross-attention comes after self-attention and sees what that made.
-    sites = sorted(sites, key=lambda s: (s.layer, s.kind != "self"))
-    return [_Pair(site, original[site_key(site)]) for site in sites if site_key(site) in original]
+    modules = sorted(modules, key=lambda s: (s.layer, s.kind != "self"))
+    return [
+        _Pair(module, original[module_key(module)]) for module in modules if module_key(module) in original
+    ]
 
 
-def _blocks(model: nn.Module, sites: list[AttentionSite]) -> list[str]:
-    """Paths of all blocks of the stack that holds `sites`, those without attention included."""
-    site = sites[0]
-    match = re.match(rf"(?:.*?\.)?(?={site.layer}\.)", site.path)
-    assert match is not None, site.path
+def _blocks(model: nn.Module, modules: list[AttentionModule]) -> list[str]:
+    """Paths of all blocks of the stack that holds `modules`, those without attention included."""
+    module = modules[0]
+    match = re.match(rf"(?:.*?\.)?(?={module.layer}\.)", module.path)
+    assert match is not None, module.path
     container = match.group().removesuffix(".")
     return [f"{container}.{name}" for name, _ in model.get_submodule(container).named_children()]
 
@@ -179,10 +183,10 @@ class _Walk:
         if before != before:
             raise DataError(
                 "activations are not finite",
-                where=pair.site.path,
+                where=pair.module.path,
                 fix="load the model in bfloat16 or float32",
             )
-        fit = LayerFit(pair.site.path, before, None, before, 0)
+        fit = LayerFit(pair.module.path, before, None, before, 0)
         if self.config.refit:
             ridge = self._refit(pair)
             refitted = self.error(pair)
@@ -194,7 +198,7 @@ class _Walk:
 
     def error(self, pair: _Pair) -> float:
         """Squared error of the attention output over the original's variance, on held-out batches."""
-        mine = self.student.model.get_submodule(pair.site.path)
+        mine = self.student.model.get_submodule(pair.module.path)
         original = self.teacher.model.get_submodule(pair.teacher.path)
         made, wanted = [], []
         for i in self.split[1]:
@@ -217,16 +221,16 @@ class _Walk:
         if self.config.refit_inputs:
             for mine, original in self._input_projections(pair):
                 solve(mine, undrifted(self.teacher, original, mine))
-        mine = self.student.model.get_submodule(f"{pair.site.path}.{own.o}")
+        mine = self.student.model.get_submodule(f"{pair.module.path}.{own.o}")
         original = self.teacher.model.get_submodule(f"{pair.teacher.path}.{spec.o}")
         return solve(mine, delivered(self.teacher, original))
 
     def _input_projections(self, pair: _Pair) -> list[tuple[nn.Module, nn.Module]]:
         """Student's projections of queries, keys and values, each with one of the original that reads the same."""
 
-        def modules(model: nn.Module, site: AttentionSite) -> dict[str, nn.Module]:
+        def projections(model: nn.Module, module: AttentionModule) -> dict[str, nn.Module]:
             names = {
-                role.split(".")[0]: name for role, name in site.names.items() if role.endswith(".weight")
+                role.split(".")[0]: name for role, name in module.names.items() if role.endswith(".weight")
             }
             return {
                 role: model.get_submodule(name.removesuffix(".weight"))
@@ -234,13 +238,13 @@ class _Walk:
                 if role in ("q", "k", "v", "qkv", "kv")
             }
 
-        theirs = modules(self.teacher.model, pair.teacher)
-        mine = modules(self.student.model, pair.site)
+        theirs = projections(self.teacher.model, pair.teacher)
+        mine = projections(self.student.model, pair.module)
         return [(m, theirs.get(role) or next(iter(theirs.values()))) for role, m in mine.items()]
 
     def _regress(self, pair: _Pair) -> int:
         """Regression in float32, cast back at the end; returns the steps made."""
-        attention = self.student.model.get_submodule(pair.site.path)
+        attention = self.student.model.get_submodule(pair.module.path)
         module, target = attention, self.teacher.model.get_submodule(pair.teacher.path)
         if self.config.unit == "layer":
             module, target = self.student.block, self.teacher.block
@@ -249,6 +253,6 @@ class _Walk:
         train, held_out = (
             gather(self.student, module, self.teacher, target, own, which, metric) for which in self.split
         )
-        parameters = trained_parameters(attention, pair.site)
+        parameters = trained_parameters(attention, pair.module)
         with float32(parameters), torch.enable_grad():
             return regress(module, parameters, train, held_out, self.config)

@@ -112,7 +112,7 @@ def refit(
     Args:
         student, module: Where the student is, and the projection (a linear layer).
         wanted: Batch number -> outputs `[B, T, rows]` that it should give.
-        split: Batches to solve on, and batches to judge by.
+        split: Batches to solve on, and batches to validation by.
         transposed: Whether weights are stored `[in, out]`.
         ridge: The pull, see `ReconstructConfig`.
 
@@ -124,13 +124,13 @@ def refit(
     prior = (weight if transposed else weight.T).to(torch.float64)  # [H e, D]
     if bias is not None:
         prior = torch.cat([prior, bias.to(torch.float64)[None]])
-    seen, judge = (_moments(student, module, wanted, which, prior, bias is not None) for which in split)
-    best, solution, chosen = judge.error(prior), None, None
+    seen, validation = (_moments(student, module, wanted, which, prior, bias is not None) for which in split)
+    best, solution, chosen = validation.error(prior), None, None
     for pull in (ridge, *(ridge * times for times in STRONGER)):
         if chosen == ridge:
             break
         tried = ridge_solution(seen.gram, seen.cross, prior, pull, free=0 if bias is None else 1)
-        error = judge.error(tried)
+        error = validation.error(tried)
         if error < best:
             best, solution, chosen = error, tried, pull
     if solution is None:

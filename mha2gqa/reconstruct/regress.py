@@ -86,16 +86,16 @@ def regress(
             out = train.output(module, index)
         train.loss(out, index).backward()
 
-    return descend(parameters, backward, lambda: relative_error(module, held_out), config)
+    return minimise(parameters, backward, lambda: relative_error(module, held_out), config)
 
 
-def descend(
+def minimise(
     parameters: Sequence[nn.Parameter],
     backward: Callable[[], None],
-    judge: Callable[[], float],
+    validate: Callable[[], float],
     config: ReconstructConfig,
 ) -> int:
-    """Adam down a loss; the weights that `judge` liked best are kept.
+    """Adam down a loss; the weights that `validate` liked best are kept.
 
     Args:
         parameters: What is trained.
@@ -106,7 +106,7 @@ def descend(
     Returns:
         Steps made.
     """
-    best, waited = judge(), 0
+    best, waited = validate(), 0
     kept, step = [p.detach().clone() for p in parameters], -1
     optimizer, peaks = _optimizer(parameters, config)
     averaged: list[Tensor] = []
@@ -121,7 +121,7 @@ def descend(
             _average(averaged, parameters, step - first_averaged)
         if (step + 1) % config.check_every == 0 or step + 1 == config.steps:
             with _swapped(parameters, averaged):
-                now = judge()
+                now = validate()
                 waited = 0 if now < best else waited + 1
                 if now < best:
                     best, kept = now, [p.detach().clone() for p in parameters]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..architectures import AttentionSite
+from ..architectures import AttentionModule
 
 
 @contextmanager
@@ -55,15 +55,15 @@ def repeatable() -> Iterator[None]:
             switches.fill_uninitialized_memory = fills
 
 
-def trained_parameters(module: nn.Module, site: AttentionSite) -> list[nn.Parameter]:
+def trained_parameters(instance: nn.Module, module: AttentionModule) -> list[nn.Parameter]:
     """The projections of one attention module, and the gains of its norms of q and k."""
     wanted = {
-        name.removeprefix(f"{site.path}.")
-        for role, name in site.names.items()
+        name.removeprefix(f"{module.path}.")
+        for role, name in module.names.items()
         if role.split(".")[0] in ("q", "k", "v", "o", "qkv")
         or re.match(r"(q|k|query|key)_\w*norm\.weight", role)
     }
-    return [p for name, p in module.named_parameters() if name in wanted]
+    return [p for name, p in instance.named_parameters() if name in wanted]
 
 
 @contextmanager

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from ..architectures import AttentionSite, find_sites, find_spec
+from ..architectures import AttentionModule, find_attention_modules, find_spec
 from ..errors import TrainingError, UnsupportedModelError, UsageError
 from .budget import UptrainConfig
-from .run_dir import whole_or_gone
+from .run_dir import cleanup_on_error
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ LOW_RANK = ("q.", "o.")
 EXACT = 1e-4  # largest logit difference a merge in float32 may make, relative to the logits' spread
 
 
-def attention_sites(model: Any, config: Mapping[str, Any]) -> list[AttentionSite]:
+def model_attention_modules(model: Any, config: Mapping[str, Any]) -> list[AttentionModule]:
     """The attention modules among a model's own parameter names.
 
     Args:
@@ -32,12 +32,12 @@ def attention_sites(model: Any, config: Mapping[str, Any]) -> list[AttentionSite
     Raises:
         UnsupportedModelError: None is found.
     """
-    sites = find_sites(find_spec(config).in_memory(), model.state_dict())
-    if not sites:
+    modules = find_attention_modules(find_spec(config).in_memory(), model.state_dict())
+    if not modules:
         raise UnsupportedModelError(
             "no attention projections found by name", where=type(model).__name__, fix="train all"
         )
-    return sites
+    return modules
 
 
 def train_attention_only(model: Any, config: Mapping[str, Any]) -> list[str]:
@@ -46,7 +46,7 @@ def train_attention_only(model: Any, config: Mapping[str, Any]) -> list[str]:
     Returns:
         Names of the parameters that will move.
     """
-    names = {name for site in attention_sites(model, config) for name in site.names.values()}
+    names = {name for module in model_attention_modules(model, config) for name in module.names.values()}
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in names)
     return sorted(names)
@@ -85,10 +85,10 @@ def plan_adapter(model: Any, config: Mapping[str, Any]) -> AdapterPlan:
     """
     full: dict[str, None] = {}
     low: dict[str, None] = {}
-    for site in attention_sites(model, config):
-        for role, name in site.names.items():
-            module = name.rpartition(".")[0]
-            (low if role.startswith(LOW_RANK) else full)[module] = None
+    for module in model_attention_modules(model, config):
+        for role, name in module.names.items():
+            projection = name.rpartition(".")[0]
+            (low if role.startswith(LOW_RANK) else full)[projection] = None
     return AdapterPlan(tuple(full), tuple(low))
 
 
@@ -173,7 +173,7 @@ def merge_adapter(wrapped: Any, folder: Path, name: str, stored: torch.dtype) ->
     """
     wrapped.eval()
     wrapped.peft_config["default"].base_model_name_or_path = name
-    with whole_or_gone(folder):
+    with cleanup_on_error(folder):
         wrapped.save_pretrained(folder)
     device = next(wrapped.parameters()).device
     batch = probe(wrapped, device)

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
 from ..errors import DataError
-from .losses import IGNORED
-from .run_dir import whole_or_gone
+from .losses import IGNORE_INDEX
+from .run_dir import cleanup_on_error
 
 Blocks = np.ndarray | Tensor  # integer ids [N, T + 1]
 Batch = dict[str, Tensor]
@@ -76,7 +76,7 @@ class Collator:
         batch = {"input_ids": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous()}
         if self.counts_labels:
             # Not in place: with a single row the slices of inputs and labels share memory.
-            batch["labels"] = batch["labels"].masked_fill(~spoken[:, 1:], IGNORED)
+            batch["labels"] = batch["labels"].masked_fill(~spoken[:, 1:], IGNORE_INDEX)
         if self.eos is not None:
             batch["position_ids"] = restarted_positions(batch["input_ids"], self.eos)
         return batch
@@ -279,7 +279,7 @@ def save_blocks(path: Path, blocks: Iterable[np.ndarray], vocabulary: int) -> in
     kind = np.uint16 if 0 < vocabulary <= 2**16 else np.int32
     rows = np.stack([row.astype(kind) for row in blocks])
     partial = path.with_suffix(".partial")
-    with whole_or_gone(partial):
+    with cleanup_on_error(partial):
         with partial.open("wb") as file:
             np.save(file, rows)
         partial.replace(path)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import UsageError
-from .losses import Head, Objective, Truncated, chunked_loss, teacher_chunks
+from .losses import Head, Objective, TopKLogProbs, chunked_loss, teacher_chunks
 
 # Inputs of a batch that change what the model computes, beside input_ids.
 EXTRA_INPUTS = ("position_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask")
@@ -92,8 +92,8 @@ class Teacher:
 
 def model_inputs(inputs: Mapping[str, Tensor | None]) -> dict[str, Any]:
     """What a model's forward receives of a batch; labels stay with us, and no cache is built."""
-    extras = {name: inputs[name] for name in EXTRA_INPUTS if inputs.get(name) is not None}
-    return {"input_ids": inputs["input_ids"], "use_cache": False, **extras}
+    per_head = {name: inputs[name] for name in EXTRA_INPUTS if inputs.get(name) is not None}
+    return {"input_ids": inputs["input_ids"], "use_cache": False, **per_head}
 
 
 def _head_forward(self: nn.Linear, x: Tensor, run: Any = None) -> Any:
@@ -124,11 +124,11 @@ def attached(model: Any, spec: Objective, teacher: Teacher | None = None) -> Ite
     base: Any = getattr(model, model.base_model_prefix, None)  # T5 has none
 
     def forward(
-        self: Any, labels: Tensor, teacher_states: Tensor | Truncated | None = None, **inputs: Any
+        self: Any, labels: Tensor, teacher_states: Tensor | TopKLogProbs | None = None, **inputs: Any
     ) -> Any:
         # labels [B, T] are already shifted: the target of each position
         chunks: Any = None
-        if isinstance(teacher_states, Truncated):
+        if isinstance(teacher_states, TopKLogProbs):
             chunks = teacher_states.part
         elif teacher_states is not None:
             assert teacher is not None

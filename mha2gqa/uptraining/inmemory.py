@@ -17,7 +17,7 @@ from .corpus import Corpus
 from .distillation import Teacher, check_teacher
 from .result import UptrainResult, summarise
 from .run import make_config
-from .run_dir import Workspace
+from .run_dir import RunDirectory
 from .session import train
 from .teaching import check_taught
 
@@ -73,6 +73,6 @@ def train_model(
         count = budget.steps * budget.blocks_per_step
         order = BlockOrder(blocks, count, config.seed, collate)
         corpus = Corpus(order, held_out, len(blocks) * budget.window, collate)
-        workspace = Workspace.at(Path(place)) if folder else None
-        trained = train(model.float(), args, config, budget, corpus, helper, workspace, notices)
+        run_dir = RunDirectory.at(Path(place)) if folder else None
+        trained = train(model.float(), args, config, budget, corpus, helper, run_dir, notices)
     return summarise(config, budget, trained, None if teacher is None else "in memory", begin)

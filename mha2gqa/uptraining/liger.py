@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UsageError
-from .losses import IGNORED, Head
+from .losses import IGNORE_INDEX, Head
 
 # The one would replace the forward of the whole model, which returns our loss; the other, Granite's default,
 # torch's own cross_entropy for the whole process.
@@ -59,7 +59,7 @@ def liger_cross_entropy(hidden: Tensor, labels: Tensor, head: Head, dtype: torch
 
     Args:
         hidden: Last hidden states `[N, D]`.
-        labels: Next tokens `[N]`, `IGNORED` where masked.
+        labels: Next tokens `[N]`, `IGNORE_INDEX` where masked.
         head: The output head.
         dtype: Of the products.
 
@@ -76,7 +76,7 @@ def liger_cross_entropy(hidden: Tensor, labels: Tensor, head: Head, dtype: torch
         head.module.weight.to(dtype),
         labels,
         None if bias is None else bias.to(dtype),
-        ignore_index=IGNORED,
+        ignore_index=IGNORE_INDEX,
         reduction="sum",
         softcap=head.softcap,
         accum_dtype=torch.float32,

@@ -15,14 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-IGNORED = -100  # label of a position without loss, as everywhere in transformers
+IGNORE_INDEX = -100  # label of a position without loss, as everywhere in transformers
 CHUNK_ELEMENTS = {"cpu": 2**22, "default": 2**27}  # float32 logits of one chunk: 16 MiB, 512 MiB
 
 EMPTY = 1e-7  # a rest of a distribution below this is the rounding of 1 minus a sum in float32
 
 
 @dataclass(frozen=True)
-class Truncated:
+class TopKLogProbs:
     """A teacher's likeliest tokens at each position; what is left of its distribution is one bucket.
 
     Args:
@@ -35,12 +35,12 @@ class Truncated:
     log_probs: Tensor
     width: int
 
-    def part(self, tokens: slice) -> Truncated:
+    def part(self, tokens: slice) -> TopKLogProbs:
         """The same for a slice of positions."""
-        return Truncated(self.ids[tokens], self.log_probs[tokens], self.width)
+        return TopKLogProbs(self.ids[tokens], self.log_probs[tokens], self.width)
 
 
-TeacherChunk = Callable[[slice], "Tensor | Truncated"]
+TeacherChunk = Callable[[slice], "Tensor | TopKLogProbs"]
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def _shape_backward(grad: Tensor, y: Tensor, scale: float, softcap: float | None
 def objective(
     z: Tensor,
     labels: Tensor,
-    teacher: Tensor | Truncated | None,
+    teacher: Tensor | TopKLogProbs | None,
     temperature: float,
     ce_weight: float,
     scale: float,
@@ -106,9 +106,9 @@ def objective(
 
     Args:
         z: Bare student logits `[C, V]`, before factor and cap.
-        labels: Next tokens `[C]`, `IGNORED` where no loss is wanted.
+        labels: Next tokens `[C]`, `IGNORE_INDEX` where no loss is wanted.
         teacher: Finished teacher logits `[C, Vt]`; columns beyond the shorter vocabulary are padding
-            and both sides are renormalised without them. Or its `Truncated` distribution.
+            and both sides are renormalised without them. Or its `TopKLogProbs` distribution.
         temperature, ce_weight: See `Objective`.
         scale, softcap: See `Head`.
         dtype: What the gradient is rounded to.
@@ -117,14 +117,14 @@ def objective(
         The summed loss, the summed cross-entropy (0 where it would cost extra), both scalars, and
         dloss/dz `[C, V]`.
     """
-    keep = (labels != IGNORED).to(z.dtype)[:, None]  # [C, 1]
+    keep = (labels != IGNORE_INDEX).to(z.dtype)[:, None]  # [C, 1]
     target = labels.clamp(min=0)[:, None]
     y = _shape(z, scale, softcap)
     grad = None
     ce_sum = loss = z.new_zeros(())
     width = z.shape[1]
     if teacher is not None:
-        width = min(width, teacher.width if isinstance(teacher, Truncated) else teacher.shape[1])
+        width = min(width, teacher.width if isinstance(teacher, TopKLogProbs) else teacher.shape[1])
     same = teacher is not None and temperature == 1.0 and width == z.shape[1]
     if teacher is None or ce_weight > 0 or same:
         logq = F.log_softmax(y, dim=-1)
@@ -137,7 +137,7 @@ def objective(
     if teacher is not None and ce_weight < 1:
         weight = 1.0 - ce_weight
         soft_q = logq if same else F.log_softmax(y[:, :width] / temperature, dim=-1)
-        if isinstance(teacher, Truncated):
+        if isinstance(teacher, TopKLogProbs):
             kl, kl_grad = _truncated_kl(soft_q, teacher)
         else:
             soft_p = F.log_softmax(teacher[:, :width] / temperature, dim=-1)
@@ -151,7 +151,7 @@ def objective(
     return loss, ce_sum, _shape_backward(grad, y, scale, softcap).to(dtype)
 
 
-def _truncated_kl(log_q: Tensor, teacher: Truncated) -> tuple[Tensor, Tensor]:
+def _truncated_kl(log_q: Tensor, teacher: TopKLogProbs) -> tuple[Tensor, Tensor]:
     """KL over the teacher's k tokens and one bucket for all others, `[C, 1]`, and its gradient `[C, V]`.
 
     sum_K p (log p - log q) + r (log r - log s), with r = 1 - sum_K p and s = 1 - sum_K q: a lower bound of the
@@ -225,9 +225,9 @@ def chunk_slices(count: int, vocabulary: int, device: str) -> list[slice]:
     return [slice(start, min(start + size, count)) for start in range(0, count, size)]
 
 
-def _widened(teacher: Tensor | Truncated, wide: torch.dtype) -> Tensor | Truncated:
-    if isinstance(teacher, Truncated):
-        return Truncated(teacher.ids, teacher.log_probs.to(wide), teacher.width)
+def _widened(teacher: Tensor | TopKLogProbs, wide: torch.dtype) -> Tensor | TopKLogProbs:
+    if isinstance(teacher, TopKLogProbs):
+        return TopKLogProbs(teacher.ids, teacher.log_probs.to(wide), teacher.width)
     return teacher.to(wide)
 
 
@@ -330,7 +330,7 @@ def chunked_loss(
 
     Args:
         hidden: The student's last hidden states `[N, D]`; its logits `[N, V]` where head is None.
-        labels: Next token of each position `[N]`, `IGNORED` where masked.
+        labels: Next token of each position `[N]`, `IGNORE_INDEX` where masked.
         spec: The objective.
         head: The student's output head.
         teacher: From `teacher_chunks`, where `spec.distil`.

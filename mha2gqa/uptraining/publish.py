@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checkpoints.ignored_keys import without_leftovers
+from ..checkpoints.ignored_keys import without_ignored
 from ..checkpoints.loading import quiet
 from ..checkpoints.reader import DTYPES, MANIFEST, Checkpoint, edit_config, read_json
 from ..checkpoints.writer import (
@@ -78,7 +78,7 @@ def _unheld(model: Any, source: Checkpoint) -> set[str]:
         name
         for name in source.tensors
         if not held & {name, name.removeprefix(prefix), prefix + name}
-        and (not without_leftovers([name]) or any(pattern.search(name) for pattern in ignored))
+        and (not without_ignored([name]) or any(pattern.search(name) for pattern in ignored))
     }
 
 

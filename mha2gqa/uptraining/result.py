@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from ..results import Result
 from .budget import Budget, UptrainConfig
-from .session import Trained
+from .session import TrainingRun
 
 
 @dataclass
@@ -57,7 +57,7 @@ class UptrainResult(Result):
 
 
 def summarise(
-    config: UptrainConfig, budget: Budget, trained: Trained, teacher: str | None, begin: float
+    config: UptrainConfig, budget: Budget, trained: TrainingRun, teacher: str | None, begin: float
 ) -> UptrainResult:
     """The result of a finished run, from its log and its budget."""
     trainer = trained.trainer

@@ -26,8 +26,8 @@ from .objectives import choose_objective, choose_window, make_collator
 from .publish import manifest_with, publish_trained
 from .qlora import add_quantised_adapter, merge_quantised, require_bitsandbytes
 from .result import UptrainResult, summarise
-from .run_dir import TEACHER, Workspace, changed_keys, checkpoint_stamp, recipe_keys
-from .session import Trained, train
+from .run_dir import TEACHER, RunDirectory, changed_keys, checkpoint_fingerprint, recipe_keys
+from .session import TrainingRun, train
 from .sharding import lost_processes, whole_models
 from .teaching import cache_teacher, check_taught, find_teacher, load_teacher
 
@@ -78,11 +78,11 @@ def uptrain(model: str | Path, out: str | Path, data: Any, **options: Any) -> Up
 
 def run_uptrain(config: UptrainConfig) -> UptrainResult:
     """`uptrain` from a finished config."""
-    with lost_processes(), closing(Workspace(Path(config.out))) as workspace:
-        return _run(config, workspace)
+    with lost_processes(), closing(RunDirectory(Path(config.out))) as run_dir:
+        return _run(config, run_dir)
 
 
-def _run(config: UptrainConfig, workspace: Workspace) -> UptrainResult:
+def _run(config: UptrainConfig, run_dir: RunDirectory) -> UptrainResult:
     begin = time.perf_counter()
     out = Path(config.out)
     raw = load_config_json(config.model)
@@ -93,18 +93,18 @@ def _run(config: UptrainConfig, workspace: Workspace) -> UptrainResult:
     budget = plan_budget(config, window=window, name=str(manifest.get("source", config.model)))
     check_training_args(config.training_args)
     teacher_name, notices = find_teacher(config, manifest)
-    keys = recipe_keys(config, checkpoint_stamp(source.path), _stamp_of(teacher_name))
+    keys = recipe_keys(config, checkpoint_fingerprint(source.path), _stamp_of(teacher_name))
     gone = teacher_name is None and config.teacher is None
     if (done := _finished(out, keys, gone)) is not None and not config.force:
-        workspace.remove()
+        run_dir.remove()
         return done
     check_output(source.path, out, config.force)
-    begun = _open_workspace(workspace, keys, config.force)
+    begun = _open_workspace(run_dir, keys, config.force)
     logger.info("%s", budget.sentence())
     with ExitStack() as after_failure:
         if not begun:
-            after_failure.callback(workspace.remove_worthless)  # the corrected command starts afresh
-        trained = _train_checkpoint(config, budget, source, workspace, teacher_name, notices)
+            after_failure.callback(run_dir.remove_if_empty)  # the corrected command starts afresh
+        trained = _train_checkpoint(config, budget, source, run_dir, teacher_name, notices)
         after_failure.pop_all()
     result = summarise(config, budget, trained, teacher_name, begin)
     if trained.state is not None:  # only the first process holds the consolidated weights
@@ -120,24 +120,24 @@ def _run(config: UptrainConfig, workspace: Workspace) -> UptrainResult:
                 adapter=trained.adapter,
             )
         if not config.keep_checkpoints:
-            workspace.keep_logs()
-            workspace.remove()
+            run_dir.keep_logs()
+            run_dir.remove()
     trained.wait()
     return result
 
 
 def _stamp_of(teacher: str | None) -> str | None:
-    return None if teacher is None else checkpoint_stamp(open_checkpoint(teacher).path)
+    return None if teacher is None else checkpoint_fingerprint(open_checkpoint(teacher).path)
 
 
-def _open_workspace(workspace: Workspace, keys: dict[str, Any], force: bool) -> bool:
+def _open_workspace(run_dir: RunDirectory, keys: dict[str, Any], force: bool) -> bool:
     """Create or check the folder on the first process; whether the run was begun before (others: True)."""
     if int(os.environ.get("RANK", "0")) != 0:
         return True
-    begun = workspace.open(keys, restart=force)
+    begun = run_dir.open(keys, restart=force)
     if begun:
-        logger.info("continuing the run in %s", workspace.root)
-    workspace.discard_incomplete()
+        logger.info("continuing the run in %s", run_dir.root)
+    run_dir.discard_incomplete()
     return begun
 
 
@@ -162,14 +162,14 @@ def _train_checkpoint(
     config: UptrainConfig,
     budget: Budget,
     source: Checkpoint,
-    workspace: Workspace,
+    run_dir: RunDirectory,
     teacher_name: str | None,
     notices: list[str],
-) -> Trained:
+) -> TrainingRun:
     check_taught(config, teacher_name is not None, notices)
     text = text_config(source.config)
     width = int(text.get("hidden_size") or text.get("d_model") or 512)
-    args = build_arguments(config, budget, workspace.root, width, evaluates=True)
+    args = build_arguments(config, budget, run_dir.root, width, evaluates=True)
     if config.train in ("lora", "qlora") and (args.fsdp or args.deepspeed):
         raise UsageError(
             "is not possible with fsdp or deepspeed", where=f"train {config.train}", fix="use torchrun alone"
@@ -186,7 +186,7 @@ def _train_checkpoint(
         check_tokenizers(tokenizer, load_tokenizer(teacher_name, consent), teacher_name)
     collate = make_collator(config, source.config, tokenizer, budget.window)
     with args.main_process_first(desc="cutting the data into blocks"):
-        corpus = load_corpus(config, budget, tokenizer, workspace.root, collate, text.get("vocab_size"))
+        corpus = load_corpus(config, budget, tokenizer, run_dir.root, collate, text.get("vocab_size"))
     if corpus.held_out is None:
         args.eval_strategy = type(args.eval_strategy)("no")
     with whole_models(args):
@@ -208,16 +208,16 @@ def _train_checkpoint(
         student = add_quantised_adapter(student, source.config, config, args.device, compute)
     teacher, cached = None, None
     if teacher_name is not None and config.teacher_top_k is not None:
-        folder = Path(config.teacher_cache) if config.teacher_cache else workspace.root / TEACHER
+        folder = Path(config.teacher_cache) if config.teacher_cache else run_dir.root / TEACHER
         cached = cache_teacher(
             config, budget, args, teacher_name, student, len(tokenizer), corpus, folder, notices
         )
     elif teacher_name is not None:
         teacher = load_teacher(config, budget, args, teacher_name, student, len(tokenizer), notices)
-    trained = train(student, args, config, budget, corpus, teacher, workspace, notices)
+    trained = train(student, args, config, budget, corpus, teacher, run_dir, notices)
     trained.teacher_cache = cached
     if config.train in ("lora", "qlora") and trained.state is not None:
-        trained.adapter = folder = workspace.root / "adapter"
+        trained.adapter = folder = run_dir.root / "adapter"
         if config.train == "lora":
             merged = merge_adapter(student, folder, config.model, stored_dtype(source.config))
         else:

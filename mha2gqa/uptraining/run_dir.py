@@ -74,7 +74,7 @@ def recipe_keys(config: UptrainConfig, stamp: str, teacher: str | None = None) -
 
     Args:
         config: The run.
-        stamp: From `checkpoint_stamp`.
+        stamp: From `checkpoint_fingerprint`.
         teacher: The teacher's, wherever it lies; None without one.
     """
     keys = {k: v for k, v in asdict(config).items() if k not in FREE and k != "training_args"}
@@ -83,16 +83,16 @@ def recipe_keys(config: UptrainConfig, stamp: str, teacher: str | None = None) -
     return json.loads(json.dumps(plain, default=str))
 
 
-def checkpoint_stamp(folder: Path) -> str:
+def checkpoint_fingerprint(folder: Path) -> str:
     """A fingerprint of a checkpoint: config, manifest, tokenizer, and size and samples of each weight file."""
     digest = hashlib.sha256()
     for file in sorted(folder.iterdir()):
         if file.name in STAMPED or file.suffix in (".safetensors", ".bin"):
-            digest.update(f"{file.name} {file.stat().st_size} {file_stamp(file)}".encode())
+            digest.update(f"{file.name} {file.stat().st_size} {file_fingerprint(file)}".encode())
     return digest.hexdigest()[:16]
 
 
-def file_stamp(file: Path) -> str:
+def file_fingerprint(file: Path) -> str:
     """A digest of both ends of a file and of pieces evenly between them; of all of a small one."""
     size, digest = file.stat().st_size, hashlib.sha256()
     between = (EDGE + (size - 2 * EDGE) * piece // PIECES for piece in range(PIECES))
@@ -115,7 +115,7 @@ def changed_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
     ]
 
 
-class Workspace:
+class RunDirectory:
     """The run's folder.
 
     Args:
@@ -129,11 +129,11 @@ class Workspace:
         self.lock: IO[str] | None = None
 
     @classmethod
-    def at(cls, root: Path) -> Workspace:
+    def at(cls, root: Path) -> RunDirectory:
         """A folder given by its own name, for runs without an output."""
-        workspace = cls(root)
-        workspace.root, workspace.recipe = root, root / "run.json"
-        return workspace
+        run_dir = cls(root)
+        run_dir.root, run_dir.recipe = root, root / "run.json"
+        return run_dir
 
     def open(self, keys: Mapping[str, Any], *, restart: bool = False) -> bool:
         """Create the folder, or accept it as the same run's.
@@ -152,7 +152,7 @@ class Workspace:
         if self.recipe.exists():
             self.hold()
             changed = changed_keys(json.loads(self.recipe.read_text(encoding="utf-8")), keys)
-            if changed and not restart and not self.is_worthless():
+            if changed and not restart and not self.is_empty():
                 raise UsageError(
                     f"holds an unfinished run with another recipe ({'; '.join(changed)})",
                     where=self.root,
@@ -210,13 +210,13 @@ class Workspace:
         found = self.checkpoints()
         return found[-1] if found else None
 
-    def is_worthless(self) -> bool:
+    def is_empty(self) -> bool:
         """Whether no training and no teacher's answers would be lost with it."""
         return self.last() is None and not any((self.root / TEACHER).glob("*/manifest.json"))
 
-    def remove_worthless(self) -> None:
+    def remove_if_empty(self) -> None:
         """Delete the folder where nothing would be lost with it."""
-        if self.is_worthless():
+        if self.is_empty():
             self.remove()
 
     def rotate(self, keep: int) -> None:
@@ -244,7 +244,7 @@ class Workspace:
         shutil.rmtree(self.root, ignore_errors=True)
 
 
-def seal(checkpoint: Path) -> None:
+def mark_complete(checkpoint: Path) -> None:
     """Mark a checkpoint complete: its files are on disk and listed with their sizes."""
     files = sorted(p for p in checkpoint.rglob("*") if p.is_file() and p.name != COMPLETE)
     for file in files:
@@ -266,7 +266,7 @@ def is_complete(checkpoint: Path) -> bool:
 
 
 @contextmanager
-def whole_or_gone(path: Path) -> Iterator[None]:
+def cleanup_on_error(path: Path) -> Iterator[None]:
     """Delete a file or folder that could not be written whole, and say so in one line.
 
     Args:

@@ -22,7 +22,7 @@ from .dropout import set_dropout
 from .guard import Interrupted, stop_signals
 from .liger import liger_withdrawn
 from .losses import Objective
-from .run_dir import Workspace
+from .run_dir import RunDirectory
 from .sharding import frozen_weights, gather_master_weights
 from .stream import narrow_stream, unpacked
 from .trainer import Run, UptrainTrainer, training_flops
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass
-class Trained:
+class TrainingRun:
     """A finished training: the model, its consolidated weights, and the trainer's record."""
 
     model: Any
@@ -58,9 +58,9 @@ def train(
     budget: Budget,
     corpus: Corpus,
     teacher: Teacher | None,
-    workspace: Workspace | None,
+    run_dir: RunDirectory | None,
     notices: list[str],
-) -> Trained:
+) -> TrainingRun:
     """The training itself, common to checkpoints and models in memory.
 
     Args:
@@ -94,7 +94,7 @@ def train(
             run = Run(config, budget, corpus.train, corpus.held_out, teacher, masked, stop, corpus.collate)
             with memory_advice(args, budget):
                 trainer = UptrainTrainer(student, args, run)
-                checkpoint = None if workspace is None else workspace.last()
+                checkpoint = None if run_dir is None else run_dir.last()
                 if checkpoint is not None:
                     trainer.restore(checkpoint)
                     logger.info("resuming from %s", checkpoint)
@@ -107,7 +107,7 @@ def train(
     if trainer.state.global_step < budget.steps:
         raise Interrupted(
             f"stopped at step {trainer.state.global_step} of {budget.steps}",
-            where=None if workspace is None else workspace.root,
+            where=None if run_dir is None else run_dir.root,
             fix="run the same command to continue",
         )
     if isinstance(corpus.train, BlockStream) and len(trainer.guard.unlabelled) == budget.steps:
@@ -118,7 +118,7 @@ def train(
         )
     notices += _passes(corpus, budget)
     resumed = None if checkpoint is None else int(checkpoint.name.rpartition("-")[2])
-    return Trained(student, trainer, state, corpus, notices, resumed, start, end)
+    return TrainingRun(student, trainer, state, corpus, notices, resumed, start, end)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from pathlib import Path
 from ..data.reading import local_files
 from ..errors import UsageError
 from .budget import UptrainConfig
-from .run_dir import Workspace, file_stamp, write_json
+from .run_dir import RunDirectory, file_fingerprint, write_json
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ def stamp_sources(paths: Sequence[str]) -> dict[str, str]:
         paths: Files, folders, globs; a data set of the Hub has no files here and is left out.
     """
     files = {str(file): file for path in paths for file in local_files(path) or ()}
-    return {name: f"{file.stat().st_size} {file_stamp(file)}" for name, file in files.items()}
+    return {name: f"{file.stat().st_size} {file_fingerprint(file)}" for name, file in files.items()}
 
 
 def check_sources(config: UptrainConfig, folder: Path, first: bool) -> list[str]:
@@ -56,7 +56,7 @@ def check_sources(config: UptrainConfig, folder: Path, first: bool) -> list[str]
     name = changed[0]
     what = "is gone" if name not in now else "is new" if name not in before else "has changed"
     others = f" (and {len(changed) - 1} other files)" if len(changed) > 1 else ""
-    checkpoint = Workspace.at(folder).last()
+    checkpoint = RunDirectory.at(folder).last()
     if checkpoint is None:
         if first:
             for cut in (*folder.glob("*.npy"), *folder.glob("held_out.none")):

@@ -34,7 +34,7 @@ class Identity:
     """What the numbers of a cache depend on, beside the blocks.
 
     Args:
-        teacher: The teacher's fingerprint, see `workspace.checkpoint_stamp`.
+        teacher: The teacher's fingerprint, see `run_dir.checkpoint_fingerprint`.
         top_k: Tokens kept at each position.
         temperature: By which the distribution was softened.
         width: Columns of the distribution.

@@ -17,7 +17,7 @@ from .corpus import Corpus
 from .distillation import Teacher, check_teacher, output_width
 from .guard import forward_flops
 from .objectives import SpanCollator
-from .run_dir import checkpoint_stamp
+from .run_dir import checkpoint_fingerprint
 from .session import memory_advice
 from .sharding import whole_models
 from .teacher_cache import Identity, TeacherCache
@@ -39,7 +39,7 @@ def find_teacher(config: UptrainConfig, manifest: dict[str, Any]) -> tuple[str |
         return None, []
     if config.teacher is not None:
         load_config_json(config.teacher)
-        if checkpoint_stamp(open_checkpoint(config.teacher).path) == checkpoint_stamp(
+        if checkpoint_fingerprint(open_checkpoint(config.teacher).path) == checkpoint_fingerprint(
             open_checkpoint(config.model).path
         ):
             raise UsageError(
@@ -146,7 +146,7 @@ def cache_teacher(
     vocabulary = int(text_config(load_config_json(name)).get("vocab_size") or tokens)
     width = min(output_width(student), vocabulary)
     identity = Identity(
-        checkpoint_stamp(open_checkpoint(name).path),
+        checkpoint_fingerprint(open_checkpoint(name).path),
         min(config.teacher_top_k or width, width),
         config.temperature,
         width,

@@ -21,8 +21,8 @@ from .batches import BlockOrder, Blocks, BlockStream, Collate, Position, as_is
 from .budget import Budget, UptrainConfig, learning_rate_factor, warmup_count
 from .distillation import Teacher
 from .guard import Meter, Reading, SpikeGuard, flops_per_token, forward_flops, peak_flops
-from .losses import IGNORED, Truncated
-from .run_dir import Workspace, seal, whole_or_gone, write_json
+from .losses import IGNORE_INDEX, TopKLogProbs
+from .run_dir import RunDirectory, cleanup_on_error, mark_complete, write_json
 from .sharding import check_zero_shards, is_fsdp2, is_zero3, reduce_in_float32, shard_teacher
 
 logger = logging.getLogger(__name__)
@@ -132,7 +132,7 @@ class UptrainTrainer(Trainer):
         if not self.run.masked:
             self._labels = self.run.budget.batch_tokens
             return self._labels
-        count = sum(int((batch["labels"] != IGNORED).sum()) for batch in batch_samples)
+        count = sum(int((batch["labels"] != IGNORE_INDEX).sum()) for batch in batch_samples)
         if self.args.world_size > 1:
             total = torch.tensor(count, device=self.args.device)
             torch.distributed.all_reduce(total)
@@ -153,7 +153,7 @@ class UptrainTrainer(Trainer):
             self._sums += torch.stack([loss.detach(), ce]).float() * share
         return loss * share
 
-    def _teacher_states(self, inputs: dict[str, Tensor]) -> Tensor | Truncated | None:
+    def _teacher_states(self, inputs: dict[str, Tensor]) -> Tensor | TopKLogProbs | None:
         """What the teacher says of a batch: computed now, or taken from the batch, which is then without it."""
         if self.run.teacher is not None:
             return self.run.teacher.states(inputs)
@@ -162,7 +162,7 @@ class UptrainTrainer(Trainer):
         ids, log_probs = inputs.pop("teacher_ids"), inputs.pop("teacher_log_probs")  # [B, T, k]
         # In one object: sharding casts the tensors that it sees among a module's inputs to bf16.
         width = cast(Any, self.run.train).caches[0].identity.width
-        return Truncated(ids.flatten(0, 1).long(), log_probs.flatten(0, 1), width)
+        return TopKLogProbs(ids.flatten(0, 1).long(), log_probs.flatten(0, 1), width)
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         """The step's last stop before the optimiser: a gradient that is not accepted is dropped here.
@@ -242,7 +242,7 @@ class UptrainTrainer(Trainer):
             mine = [min(row, count - 1) for row in rows]
             batch = self.run.collate(self.run.held_out[mine], keys=mine)
             surplus = torch.tensor([row >= count for row in rows])[:, None]
-            batch["labels"] = batch["labels"].masked_fill(surplus, IGNORED)
+            batch["labels"] = batch["labels"].masked_fill(surplus, IGNORE_INDEX)
             yield batch
 
     def evaluate(self, *_: Any, metric_key_prefix: str = "eval", **__: Any) -> dict[str, float]:
@@ -256,7 +256,7 @@ class UptrainTrainer(Trainer):
             for batch in self._held_out_batches():
                 batch = self._prepare_inputs(batch)
                 loss, _ = model(**batch)
-                total += torch.stack([loss.double(), (batch["labels"] != IGNORED).sum().double()])
+                total += torch.stack([loss.double(), (batch["labels"] != IGNORE_INDEX).sum().double()])
             if self.args.world_size > 1:
                 torch.distributed.all_reduce(total)
             loss_value = float(total[0] / total[1].clamp(min=1))
@@ -298,15 +298,15 @@ class UptrainTrainer(Trainer):
         self.settle()
         folder = Path(str(self.args.output_dir)) / f"checkpoint-{self.state.global_step}"
         with self.meter.pause(), quiet():
-            with whole_or_gone(folder):
+            with cleanup_on_error(folder):
                 super()._save_checkpoint(model, trial)
                 self.accelerator.wait_for_everyone()
                 unlogged = self._unlogged()  # of all processes
                 if self.args.should_save:
                     write_json(folder / STATE, self._own_state() | {"unlogged": unlogged})
-                    seal(folder)
+                    mark_complete(folder)
             if self.args.should_save:
-                Workspace.at(folder.parent).rotate(self.run.config.save_total_limit)
+                RunDirectory.at(folder.parent).rotate(self.run.config.save_total_limit)
             self.accelerator.wait_for_everyone()
 
     def _own_state(self) -> dict[str, Any]:

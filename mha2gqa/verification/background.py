@@ -92,9 +92,9 @@ class Checker:
         return [*verify_folder(folder, expected=expected), twin]
 
     def _try_twin(self) -> Future[Check]:
-        from .tiny_random import check_twin
+        from .tiny_random import check_tiny_random
 
-        return self._aside.submit(check_twin, **self._configs)
+        return self._aside.submit(check_tiny_random, **self._configs)
 
 
 def _start() -> subprocess.Popen[str] | None:
@@ -146,11 +146,11 @@ def serve() -> None:
     from transformers import PreTrainedModel  # noqa: F401  (most of the time: before the question is known)
 
     from .checks import verify_folder
-    from .tiny_random import check_twin
+    from .tiny_random import check_tiny_random
 
     torch.set_num_threads(1)  # the copying has the other cores
     if configs := sys.stdin.readline():
-        twin = check_twin(**json.loads(configs))
+        twin = check_tiny_random(**json.loads(configs))
         if finished := sys.stdin.readline():
             asked = json.loads(finished)
             checks = [*verify_folder(Path(asked["folder"]), expected=asked["expected"]), twin]

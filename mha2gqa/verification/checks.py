@@ -12,15 +12,15 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from .. import heads
-from ..arch_conversion import Reexpressed, as_architecture
-from ..architectures import find_sites, find_spec, geometry
-from ..checkpoints.ignored_keys import without_leftovers
+from ..arch_conversion import ArchConvertedCheckpoint, as_architecture
+from ..architectures import find_attention_modules, find_spec, geometry
+from ..checkpoints.ignored_keys import without_ignored
 from ..checkpoints.reader import MANIFEST, Checkpoint, open_checkpoint, read_json
 from ..errors import Mha2gqaError, config_refusals, reason
 from ..merging import MERGERS, MergeContext
 from ..modeling import exported_class, find_export, modeling_file
 from ..results import Result
-from .tiny_random import Check, check_reexpression, check_twin, model_class, quiet
+from .tiny_random import Check, check_arch_conversion, check_tiny_random, model_class, quiet
 
 UNLOADABLE: tuple[type[Exception], ...] = (RuntimeError, OSError, SafetensorError)  # besides a bad config
 
@@ -57,7 +57,7 @@ def verify(out: str | Path, *, against: str | Path | None = None, full: bool = F
     checks = verify_folder(Path(out), full=full)
     if not failed(checks):
         checkpoint = open_checkpoint(out)
-        checks.append(check_twin(checkpoint.config))
+        checks.append(check_tiny_random(checkpoint.config))
         if against is not None:
             checks.append(_guard("against source", lambda: _against(checkpoint, open_checkpoint(against))))
     return VerifyResult(str(out), checks)
@@ -101,11 +101,11 @@ def _guard(name: str, check: Callable[[], Check]) -> Check:
 
 def _shapes(checkpoint: Checkpoint) -> Check:
     spec = find_spec(checkpoint.config)
-    sites = find_sites(spec, checkpoint.tensors)
-    counts = {geometry(spec, checkpoint.config, site, checkpoint.shapes).num_kv_heads for site in sites}
-    if not sites:
+    modules = find_attention_modules(spec, checkpoint.tensors)
+    counts = {geometry(spec, checkpoint.config, module, checkpoint.shapes).num_kv_heads for module in modules}
+    if not modules:
         return Check("shapes", False, "no attention module found")
-    return Check("shapes", True, f"{len(sites)} attention modules, KV heads {sorted(counts)}")
+    return Check("shapes", True, f"{len(modules)} attention modules, KV heads {sorted(counts)}")
 
 
 def _finite(checkpoint: Checkpoint) -> Check:
@@ -131,7 +131,7 @@ def _loads(checkpoint: Checkpoint) -> Check:
         return Check("loads", None, f"not checked: {str(error).strip().splitlines()[0]}")
     except UNLOADABLE + config_refusals() as error:
         return Check("loads", False, f"{cls.__name__}: {reason(error)}")
-    found = {**info, "unexpected_keys": without_leftovers(info["unexpected_keys"])}
+    found = {**info, "unexpected_keys": without_ignored(info["unexpected_keys"])}
     wrong = {kind: sorted(map(str, keys)) for kind, keys in found.items() if keys}
     return Check("loads", not wrong, f"{cls.__name__}: {wrong or 'no missing or unexpected tensor'}")
 
@@ -141,25 +141,25 @@ def _against(checkpoint: Checkpoint, source: Checkpoint) -> Check:
     manifest = read_json(checkpoint.path / MANIFEST)
     as_ = manifest.get("reexpression", {}).get("target_type", "none")
     seen = as_architecture(source, manifest["num_kv_heads"]["after"], as_)
-    if isinstance(seen, Reexpressed):
-        twin = check_reexpression(source.config, seen.found)
+    if isinstance(seen, ArchConvertedCheckpoint):
+        twin = check_arch_conversion(source.config, seen.found)
         if twin.ok is False:
             return twin
         source = seen
-    spec, sites = find_spec(source.config), find_sites(find_spec(source.config), source.tensors)
-    touched = {name for site in sites for name in site.names.values()}
+    spec, modules = find_spec(source.config), find_attention_modules(find_spec(source.config), source.tensors)
+    touched = {name for module in modules for name in module.names.values()}
     wrong = [n for n in source.tensors if n not in touched and not _same(source.read(n), checkpoint.read(n))]
     if manifest.get("method") in ("mean", "first") and "uptrain" not in manifest:
-        for site in sites:
-            before = geometry(spec, source.config, site, source.shapes)
+        for module in modules:
+            before = geometry(spec, source.config, module, source.shapes)
             weights = heads.split(
-                spec, before, {role: source.read(name) for role, name in site.names.items()}
+                spec, before, {role: source.read(name) for role, name in module.names.items()}
             )
             merged = MERGERS[manifest["method"]](
-                weights, manifest["grouping"][site.path], MergeContext(spec, 0)
+                weights, manifest["grouping"][module.path], MergeContext(spec, 0)
             )
             right = heads.unsplit(spec, merged.weights)
-            wrong += [n for role, n in site.names.items() if not _same(right[role], checkpoint.read(n))]
+            wrong += [n for role, n in module.names.items() if not _same(right[role], checkpoint.read(n))]
     detail = f"differ from what the source gives: {', '.join(wrong[:5])}" if wrong else "as the source gives"
     return Check("against source", not wrong, f"{len(wrong)} tensors {detail}" if wrong else detail)
 

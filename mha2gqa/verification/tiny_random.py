@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from .. import heads
-from ..arch_conversion import Reexpression
+from ..arch_conversion import ArchConversion
 from ..arch_conversion import plan as plan_reexpression
-from ..architectures import AttentionSpec, find_sites, find_spec, geometry, lookup
+from ..architectures import AttentionSpec, find_attention_modules, find_spec, geometry, lookup
 from ..errors import Mha2gqaError
 from ..merging import MERGERS, MergeContext
 from ..modeling import exported_class, find_export
@@ -112,7 +112,7 @@ def twin_config(spec: AttentionSpec, config: Mapping[str, Any]) -> dict[str, Any
     return text
 
 
-def check_twin(config: Mapping[str, Any], source: Mapping[str, Any] | None = None) -> Check:
+def check_tiny_random(config: Mapping[str, Any], source: Mapping[str, Any] | None = None) -> Check:
     """Run the oracles on random weights in a small model of the very config.
 
     A random GQA model is expanded to the MHA model it must equal: outputs agree, and pooling that MHA
@@ -144,7 +144,7 @@ def check_twin(config: Mapping[str, Any], source: Mapping[str, Any] | None = Non
         return Check(name, False, str(error))
 
 
-def check_reexpression(source: Mapping[str, Any], found: Reexpression) -> Check:
+def check_arch_conversion(source: Mapping[str, Any], found: ArchConversion) -> Check:
     """Hold a re-expression against the source's own class, on a small random model of the very config.
 
     Both must give the same logits. This catches a wrong layout, row order or config key.
@@ -265,10 +265,10 @@ def _oracles(few: Twin, many: Twin, inputs: Mapping[str, Tensor]) -> Check:
     wide_shapes = {name: tuple(x.shape) for name, x in expanded.items()}
     expanded |= {name: x for name, x in state.items() if name in expanded and x.shape == expanded[name].shape}
     shapes = {name: tuple(x.shape) for name, x in state.items()}
-    sites, wide_sites = find_sites(spec, state), find_sites(wide_spec, wide_shapes)
-    for site, wide_site in zip(sites, wide_sites, strict=True):
-        tensors = {role: state[name] for role, name in site.names.items()}
-        now = geometry(spec, config, site, shapes)
+    modules, wide_sites = find_attention_modules(spec, state), find_attention_modules(wide_spec, wide_shapes)
+    for module, wide_site in zip(modules, wide_sites, strict=True):
+        tensors = {role: state[name] for role, name in module.names.items()}
+        now = geometry(spec, config, module, shapes)
         before = geometry(wide_spec, wide_config, wide_site, wide_shapes).num_kv_heads
         weights = heads.expand(heads.split(spec, now, tensors), before, spec)
         wide_roles = heads.unsplit(wide_spec, weights)
@@ -278,13 +278,15 @@ def _oracles(few: Twin, many: Twin, inputs: Mapping[str, Tensor]) -> Check:
         for role, x in heads.unsplit(wide_spec, pooled).items():
             if role in tensors and not torch.equal(x, tensors[role]):
                 return Check(
-                    "twin oracles", False, f"identical heads do not pool to themselves in {site.names[role]}"
+                    "twin oracles",
+                    False,
+                    f"identical heads do not pool to themselves in {module.names[role]}",
                 )
     wide.load_state_dict(expanded)
     a, b = _run(narrow, inputs), _run(wide, inputs)
     difference = float((a - b).abs().max() / b.std().clamp_min(1e-12))
     return Check(
         "twin oracles",
-        bool(sites) and difference <= 1e-4,
+        bool(modules) and difference <= 1e-4,
         f"expanded and grouped outputs differ by {difference:.1e} of their spread",
     )

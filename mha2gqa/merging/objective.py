@@ -10,14 +10,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..heads import AttentionWeights, Grouping, plane_index
+from ..heads import AttentionWeights, Grouping, rotary_pair_index
 from .base import MergeContext
 from .covariance import augmented, centred, key_moment, query_moment, value_moment
 from .mean import pooled
-from .rotary import PlaneProblem, UnitPlaneProblem
-from .subspace import LinearProblem, MeanProblem, OrthogonalProblem, Problem, costs_only
+from .rotary import RotaryObjective, UnitRotaryObjective
+from .subspace import LinearObjective, MeanObjective, OrthogonalObjective, SubspaceObjective, costs_only
 
-Freedom = Literal["full", "rigid"]  # rigid: rotations only, unweighted (the Procrustes baseline)
+Symmetries = Literal["full", "rigid"]  # rigid: rotations only, unweighted (the Procrustes baseline)
 
 
 @dataclass(frozen=True)
@@ -25,11 +25,11 @@ class KeyPart:
     """A problem over some dims of the key heads, in the order the problem lays them out."""
 
     dims: list[int]
-    problem: Problem
+    objective: SubspaceObjective
 
 
 @dataclass(frozen=True)
-class Sharing:
+class MergeObjective:
     """What it costs the heads of a module to share, and how to do it.
 
     Args:
@@ -46,7 +46,7 @@ class Sharing:
     weights: AttentionWeights
     context: MergeContext
     keys: tuple[KeyPart, ...]
-    values: Problem
+    values: SubspaceObjective
     frame: Tensor
     queries: Tensor
     folds: bool
@@ -54,25 +54,25 @@ class Sharing:
     totals: tuple[float, float] = field(init=False)
 
     def __post_init__(self) -> None:
-        keys = sum(part.problem.energy for part in self.keys)
+        keys = sum(part.objective.energy for part in self.keys)
         object.__setattr__(self, "totals", (keys or 1.0, self.values.energy or 1.0))
 
     def pairs(self) -> Tensor:
         """`[K, K]` cost of pairs: share of the key energy plus share of the value energy lost."""
-        keys = torch.stack([part.problem.pairs() for part in self.keys]).sum(0)
+        keys = torch.stack([part.objective.pairs() for part in self.keys]).sum(0)
         return keys / self.totals[0] + self.values.pairs() / self.totals[1]
 
     def cost(self, group: Sequence[int]) -> float:
         """The same for one group of any size, exactly."""
         if len(group) < 2:
             return 0.0
-        keys = sum(part.problem.cost(group) for part in self.keys)
+        keys = sum(part.objective.cost(group) for part in self.keys)
         return keys / self.totals[0] + self.values.cost(group) / self.totals[1]
 
-    def costs_only(self) -> Sharing:
+    def costs_only(self) -> MergeObjective:
         """A light copy for searching: `pairs`, `cost` and `residual` work, on the processor."""
         light = copy.copy(self)
-        parts = tuple(KeyPart(part.dims, costs_only(part.problem)) for part in self.keys)
+        parts = tuple(KeyPart(part.dims, costs_only(part.objective)) for part in self.keys)
         empty = self.frame.new_empty(0)
         for name, x in (
             ("keys", parts),
@@ -89,7 +89,7 @@ class Sharing:
         return sum(self.cost(group) for group in grouping) / 2
 
 
-Finish = Callable[[Sharing, Grouping, Tensor, Tensor, AttentionWeights], AttentionWeights]
+Finish = Callable[[MergeObjective, Grouping, Tensor, Tensor, AttentionWeights], AttentionWeights]
 
 
 def _has_sinks(weights: AttentionWeights) -> bool:
@@ -97,8 +97,8 @@ def _has_sinks(weights: AttentionWeights) -> bool:
 
 
 def _value_problem(
-    weights: AttentionWeights, context: MergeContext, freedom: Freedom, folds: bool
-) -> tuple[Problem, Tensor]:
+    weights: AttentionWeights, context: MergeContext, freedom: Symmetries, folds: bool
+) -> tuple[SubspaceObjective, Tensor]:
     heads = weights.num_kv_heads
     rows = augmented(weights.v, weights.v_bias)
     moment = value_moment(weights, context)
@@ -107,12 +107,12 @@ def _value_problem(
     blocks = blocks.reshape(heads, -1, blocks.shape[-1])
     symmetry = context.spec.value_symmetry
     if symmetry == "none":
-        return MeanProblem(rows, moment), blocks
+        return MeanObjective(rows, moment), blocks
     if freedom == "rigid" or symmetry == "orthogonal":
         loudness = blocks.square().sum((1, 2)) if freedom == "full" else blocks.new_ones(heads)
-        return OrthogonalProblem(rows, moment, loudness), blocks
+        return OrthogonalObjective(rows, moment, loudness), blocks
     frame, left = torch.linalg.qr(blocks)
-    return LinearProblem(left, rows, moment), frame
+    return LinearObjective(left, rows, moment), frame
 
 
 def _root(moment: Tensor) -> tuple[Tensor, Tensor]:
@@ -124,9 +124,9 @@ def _root(moment: Tensor) -> tuple[Tensor, Tensor]:
     return (vectors * values[:, None]) @ vectors.mT, (vectors * inverse[:, None]) @ vectors.mT
 
 
-def _gain(extras: Mapping[str, Tensor], name: str) -> Tensor | None:
+def _gain(per_head: Mapping[str, Tensor], name: str) -> Tensor | None:
     """A full-width norm's gains per head, `[heads, d, 1]`."""
-    found = next((x for key, x in extras.items() if key.startswith(name)), None)
+    found = next((x for key, x in per_head.items() if key.startswith(name)), None)
     return None if found is None else found.to(torch.float64)[:, :, None]
 
 
@@ -175,32 +175,32 @@ def _scalable(weights: AttentionWeights, context: MergeContext) -> bool:
 
 
 def _key_parts(
-    weights: AttentionWeights, context: MergeContext, freedom: Freedom, queries: Tensor, keys: Tensor
+    weights: AttentionWeights, context: MergeContext, freedom: Symmetries, queries: Tensor, keys: Tensor
 ) -> tuple[tuple[KeyPart, ...], str]:
     spec, width = context.spec, keys.shape[1]
     moment = key_moment(weights, context)
     every = list(range(width))
     if spec.key_symmetry == "none" or spec.position == "unknown":
         reason = "position style unknown" if spec.position == "unknown" else "no symmetry"
-        return (KeyPart(every, MeanProblem(keys, moment)),), f"keys: {reason}, plain mean"
+        return (KeyPart(every, MeanObjective(keys, moment)),), f"keys: {reason}, plain mean"
     if spec.key_symmetry == "plane_rotations":
         keys, queries = _head_normalised(keys, moment), _head_normalised(queries, moment)
     energy = query_moment(weights, queries, context)  # [K, d, d]
     if freedom == "rigid":
         energy = torch.eye(width, dtype=energy.dtype, device=energy.device).expand_as(energy)
-    first, second, rest = plane_index(spec.position, context.rotary, width)
+    first, second, rest = rotary_pair_index(spec.position, context.rotary, width)
     omega = energy.diagonal(dim1=1, dim2=2)  # [K, d]
     parts, note = [], ""
     if first:
         planes = torch.complex(keys[:, first], keys[:, second])
         weight = omega[:, first] + omega[:, second]
         rotatable, note = _rotatable(context, first, second, planes)
-        problem: Problem
+        objective: SubspaceObjective
         if freedom == "full" and _scalable(weights, context):
-            problem = PlaneProblem(planes, weight, moment)
+            objective = RotaryObjective(planes, weight, moment)
         else:
-            problem = UnitPlaneProblem(planes, weight, moment, rotatable)
-        parts.append(KeyPart([*first, *second], problem))
+            objective = UnitRotaryObjective(planes, weight, moment, rotatable)
+        parts.append(KeyPart([*first, *second], objective))
     if rest:
         parts.append(KeyPart(rest, _rest_problem(weights, context, freedom, keys[:, rest], energy, rest)))
     return tuple(parts), note
@@ -209,27 +209,29 @@ def _key_parts(
 def _rest_problem(
     weights: AttentionWeights,
     context: MergeContext,
-    freedom: Freedom,
+    freedom: Symmetries,
     keys: Tensor,
     energy: Tensor,
     rest: list[int],
-) -> Problem:
+) -> SubspaceObjective:
     """The dims of a key that positions do not rotate."""
     moment = key_moment(weights, context)
     if not _has_sinks(weights):
         moment = centred(moment)  # a constant key is invisible to softmax
     if context.spec.key_symmetry in ("planes", "linear"):
         if freedom == "rigid":
-            return OrthogonalProblem(keys, moment, keys.new_ones(len(keys)))
+            return OrthogonalObjective(keys, moment, keys.new_ones(len(keys)))
         left, undo = _root(energy[:, rest][:, :, rest])
-        return LinearProblem(left, keys, moment, undo)
+        return LinearObjective(left, keys, moment, undo)
     single = torch.complex(keys, torch.zeros_like(keys))
     omega = energy.diagonal(dim1=1, dim2=2)[:, rest]
     fixed = torch.zeros(len(rest), dtype=torch.bool, device=keys.device)
-    return UnitPlaneProblem(single, omega, moment, fixed, single=True)
+    return UnitRotaryObjective(single, omega, moment, fixed, single=True)
 
 
-def sharing(weights: AttentionWeights, context: MergeContext, freedom: Freedom = "full") -> Sharing:
+def merge_objective(
+    weights: AttentionWeights, context: MergeContext, freedom: Symmetries = "full"
+) -> MergeObjective:
     """State the sharing problems of one module.
 
     Args:
@@ -247,53 +249,55 @@ def sharing(weights: AttentionWeights, context: MergeContext, freedom: Freedom =
     notes = [note] if note else []
     if context.spec.value_symmetry != "linear":
         notes.append(f"values: symmetry {context.spec.value_symmetry}")
-    return Sharing(weights, context, parts, values, frame, queries, folds, tuple(notes))
+    return MergeObjective(weights, context, parts, values, frame, queries, folds, tuple(notes))
 
 
 # --- from solutions back to weights --------------------------------------------------------------------
 
 
-def _solve_keys(problem: Sharing, grouping: Grouping) -> tuple[Tensor, Tensor, Tensor]:
+def _solve_keys(objective: MergeObjective, grouping: Grouping) -> tuple[Tensor, Tensor, Tensor]:
     """Shared key functionals `[G, d, n]`, query functionals `[H, d, n]` in source order, and the cost."""
-    heads, width = problem.weights.num_kv_heads, problem.queries.shape[1]
-    queries = problem.queries.reshape(heads, -1, *problem.queries.shape[1:]).clone()  # [K, r, d, n]
+    heads, width = objective.weights.num_kv_heads, objective.queries.shape[1]
+    queries = objective.queries.reshape(heads, -1, *objective.queries.shape[1:]).clone()  # [K, r, d, n]
     shared = queries.new_empty(len(grouping), width, queries.shape[-1])
     cost = queries.new_zeros(())
     for g, group in enumerate(grouping):
         members = torch.as_tensor(list(group), device=queries.device)
-        for part in problem.keys:
-            solved = part.problem.solve(group)
+        for part in objective.keys:
+            solved = part.objective.solve(group)
             shared[g, part.dims] = solved.rows
             cost += solved.cost
             moved = solved.maps[:, None] @ queries[members][:, :, part.dims]
             for i, h in enumerate(group):
                 queries[h][:, part.dims] = moved[i]
-    if problem.context.spec.key_symmetry == "plane_rotations":  # solved at unit norm: give the norm back
-        rows = augmented(problem.weights.k, problem.weights.k_bias)
-        energy = _head_energy(rows, key_moment(problem.weights, problem.context))
+    if objective.context.spec.key_symmetry == "plane_rotations":  # solved at unit norm: give the norm back
+        rows = augmented(objective.weights.k, objective.weights.k_bias)
+        energy = _head_energy(rows, key_moment(objective.weights, objective.context))
         members = torch.as_tensor([list(group) for group in grouping], device=energy.device)
         shared = shared * energy[members].mean(1).sqrt()
     return shared, queries.flatten(0, 1), cost
 
 
-def _solve_values(problem: Sharing, grouping: Grouping) -> tuple[Tensor, Tensor, Tensor]:
+def _solve_values(objective: MergeObjective, grouping: Grouping) -> tuple[Tensor, Tensor, Tensor]:
     """Shared value functionals `[G, e, n]`, output blocks `[H, D, e]` in source order, and the cost."""
-    shared, blocks = [], torch.empty_like(problem.frame)
-    cost = problem.frame.new_zeros(())
+    shared, blocks = [], torch.empty_like(objective.frame)
+    cost = objective.frame.new_zeros(())
     for group in grouping:
-        solved = problem.values.solve(group)
+        solved = objective.values.solve(group)
         shared.append(solved.rows)
         cost += solved.cost
-        blocks[list(group)] = problem.frame[list(group)] @ solved.maps
-    return torch.stack(shared), blocks.reshape(problem.weights.o.shape), cost
+        blocks[list(group)] = objective.frame[list(group)] @ solved.maps
+    return torch.stack(shared), blocks.reshape(objective.weights.o.shape), cost
 
 
-def _folded_bias(problem: Sharing, values: Tensor, blocks: Tensor, grouping: Grouping) -> Tensor | None:
+def _folded_bias(
+    objective: MergeObjective, values: Tensor, blocks: Tensor, grouping: Grouping
+) -> Tensor | None:
     """The output bias that keeps the mean attention output: what centred values left out."""
-    weights = problem.weights
-    if not problem.folds or weights.o_bias is None:
+    weights = objective.weights
+    if not objective.folds or weights.o_bias is None:
         return weights.o_bias
-    moment = value_moment(weights, problem.context)
+    moment = value_moment(weights, objective.context)
     mean = moment[:, -1] / moment[-1, -1]  # E[x̃̂]
     repeat = weights.num_heads // weights.num_kv_heads
     owner = {h: g for g, group in enumerate(grouping) for h in group}
@@ -304,12 +308,12 @@ def _folded_bias(problem: Sharing, values: Tensor, blocks: Tensor, grouping: Gro
     return weights.o_bias.to(torch.float64) + old - new
 
 
-def _without_constant(problem: Sharing, keys: Tensor) -> Tensor:
+def _without_constant(objective: MergeObjective, keys: Tensor) -> Tensor:
     """Keys `[G, d, n]` with the mean of their unrotated dims at zero: softmax does not see it, rounding does."""
-    _, _, rest = plane_index(problem.context.spec.position, problem.context.rotary, keys.shape[1])
-    if problem.context.spec.key_symmetry not in ("planes", "linear") or not rest:
+    _, _, rest = rotary_pair_index(objective.context.spec.position, objective.context.rotary, keys.shape[1])
+    if objective.context.spec.key_symmetry not in ("planes", "linear") or not rest:
         return keys
-    moment = key_moment(problem.weights, problem.context)
+    moment = key_moment(objective.weights, objective.context)
     keys = keys.clone()
     keys[:, rest, -1] -= keys[:, rest] @ (moment[:, -1] / moment[-1, -1])
     return keys
@@ -321,40 +325,40 @@ def _cast(rows: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Te
 
 
 def merge(
-    problem: Sharing,
+    objective: MergeObjective,
     grouping: Grouping,
     finish: Finish | None = None,
 ) -> tuple[AttentionWeights, float]:
     """Solve the sharing problems for `grouping` and write the solution as weights.
 
     Args:
-        problem: From `sharing`.
+        problem: From `merge_objective`.
         grouping: G groups of source KV heads.
         finish: Writes shared keys `[G, d, n]` and queries `[H, d, n]` into the result where they are not
             simply its rows.
 
     Returns:
         G KV heads (query heads re-ordered so that each group's are contiguous; dtypes of the source), and
-        what `problem.residual` says of the grouping.
+        what `objective.residual` says of the grouping.
     """
-    w = problem.weights
+    w = objective.weights
     if len(grouping) == w.num_kv_heads:  # nobody shares: the same numbers, perhaps in another order
-        return pooled(w, grouping, problem.context, "first"), 0.0
-    keys, queries, key_cost = _solve_keys(problem, grouping)
-    values, blocks, value_cost = _solve_values(problem, grouping)
-    residual = float(key_cost / problem.totals[0] + value_cost / problem.totals[1]) / 2
-    bias = _folded_bias(problem, values, blocks, grouping)
+        return pooled(w, grouping, objective.context, "first"), 0.0
+    keys, queries, key_cost = _solve_keys(objective, grouping)
+    values, blocks, value_cost = _solve_values(objective, grouping)
+    residual = float(key_cost / objective.totals[0] + value_cost / objective.totals[1]) / 2
+    bias = _folded_bias(objective, values, blocks, grouping)
     if w.k_bias is not None and not _has_sinks(w):
-        keys = _without_constant(problem, keys)
+        keys = _without_constant(objective, keys)
     k, k_bias = _cast(keys, w.k, w.k_bias)
     v, v_bias = _cast(values, w.v, w.v_bias)
     q, q_bias = _cast(queries, w.q, w.q_bias)
     base = replace(
-        pooled(replace(w, q=q, q_bias=q_bias, o=blocks.to(w.o.dtype)), grouping, problem.context, "mean"),
+        pooled(replace(w, q=q, q_bias=q_bias, o=blocks.to(w.o.dtype)), grouping, objective.context, "mean"),
         k=k,
         k_bias=k_bias,
         v=v,
         v_bias=v_bias,
         o_bias=None if bias is None or w.o_bias is None else bias.to(w.o_bias.dtype),
     )
-    return (base if finish is None else finish(problem, grouping, keys, queries, base)), residual
+    return (base if finish is None else finish(objective, grouping, keys, queries, base)), residual

@@ -24,7 +24,7 @@ class Route:
 
 _GPT2 = (Route("gpt_bigcode", only_mqa=True),)
 
-REEXPRESSED: dict[str, tuple[Route, ...]] = {
+ARCH_CONVERSIONS: dict[str, tuple[Route, ...]] = {
     "gpt_neox": (
         Route("phi", when="use_parallel_residual"),
         Route("nemotron", when="not use_parallel_residual"),
@@ -49,4 +49,4 @@ def differs_for_mqa(model_type: str) -> bool:
 
     Moments are those of the class that is run: one KV head and several cannot share them.
     """
-    return any(route.only_mqa for route in REEXPRESSED.get(model_type, ()))
+    return any(route.only_mqa for route in ARCH_CONVERSIONS.get(model_type, ()))

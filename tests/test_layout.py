@@ -16,6 +16,7 @@ PACKAGE = ROOT / "mha2gqa"
 LAYERS = [
     "errors",
     "results",
+    "distributed",
     "assets",
     "config",
     "modeling",
@@ -38,7 +39,7 @@ LAYERS = [
 ]
 LIGHT = [
     m
-    for m in ("errors", "results", "config", "architectures", "report", "cli")
+    for m in ("errors", "results", "distributed", "config", "architectures", "report", "cli")
     if importlib.util.find_spec(f"mha2gqa.{m}")
 ]
 

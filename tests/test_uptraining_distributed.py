@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from distributed_worker import RUN, in_memory
+from launching import launch
 from safetensors.torch import load_file
 from training import family
 
@@ -21,39 +21,10 @@ from mha2gqa.uptraining import uptrain
 from mha2gqa.uptraining.sharding import lost_processes
 
 
-def launch(mode: str, folder: Path) -> dict:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    worker = Path(__file__).with_name("distributed_worker.py")
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(worker), mode, str(folder)],
-            env=os.environ
-            | {
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": "2",
-                "LOCAL_WORLD_SIZE": "2",
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "OMP_NUM_THREADS": "1",
-                "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
-            },
-            stdout=(folder / f"output-{rank}").open("w"),  # a pipe that nobody reads would stop them
-            stderr=subprocess.STDOUT,
-        )
-        for rank in range(2)
-    ]
-    try:
-        codes = [process.wait(timeout=150) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    outputs = [(folder / f"output-{rank}").read_text()[-3000:] for rank in range(2)]
-    assert codes == [0, 0], "\n".join(outputs)
-    found = folder / "found.json"
-    return json.loads(found.read_text())
+def worker(mode: str, folder: Path) -> dict:
+    """What two processes find, see `distributed_worker`."""
+    launch([str(Path(__file__).with_name("distributed_worker.py")), mode, str(folder)], folder)
+    return json.loads((folder / "found.json").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +45,7 @@ def test_two_processes_equal_one(one_process, mode, tmp_path):
         pytest.importorskip("deepspeed")
     losses, reference = one_process["ddp" if mode == "ddp" else "fsdp"]
     family(tmp_path)
-    found = launch(mode, tmp_path)
+    found = worker(mode, tmp_path)
     assert found["in memory"] == pytest.approx(one_process["in memory"], abs=1e-5)
     assert found["checkpoint"]["resumed"] == 4
     assert found["checkpoint"]["losses"] == pytest.approx(losses, abs=1e-5)
@@ -112,7 +83,7 @@ def test_torchrun_prints_a_refusal_once(tmp_path):
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=900,
     )
     said = f"{tmp_path / 'nowhere.jsonl'}: no such file or folder"
     assert [line for line in done.stderr.splitlines() if "nowhere" in line] == [f"error: {said}"]

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
+from .. import distributed
 from ..config import parse_count, parse_size
 from ..errors import Mha2gqaError, UsageError
 
@@ -157,15 +158,10 @@ def fit_words(overrides: Sequence[str]) -> dict[str, Any]:
 # --- output --------------------------------------------------------------------------------------------
 
 
-def first_process() -> bool:
-    """Whether this process speaks: rank 0 under torchrun and accelerate."""
-    return os.environ.get("RANK", "0") == "0"
-
-
 def emit(result: Result | dict[str, Any]) -> None:
     """Print a result: one JSON object with `--json`, else its rendering for people."""
     data = result if isinstance(result, dict) else result.to_dict()
-    if not first_process():
+    if not distributed.is_rank_zero():
         return
     state = _state()
     state["emitted"] = 1
@@ -183,7 +179,7 @@ def check_output(path: str | None) -> None:
     Raises:
         UsageError: There is no such folder, or it may not be written.
     """
-    if path is None or not first_process():
+    if path is None or not distributed.is_rank_zero():
         return
     file = Path(path)
     problem = None
@@ -203,7 +199,7 @@ def write_json(data: dict[str, Any], path: str) -> None:
     Raises:
         Mha2gqaError: It cannot be written.
     """
-    if not first_process():
+    if not distributed.is_rank_zero():
         return
     text = json.dumps(data, indent=2, ensure_ascii=False) + "\n"
     try:
@@ -220,7 +216,7 @@ def setup_logging(state: dict[str, int]) -> None:
         handler.setFormatter(logging.Formatter("%(message)s"))
         logger.addHandler(handler)
         logger.propagate = False
-    logger.setLevel(level if first_process() else logging.ERROR)
+    logger.setLevel(level if distributed.is_rank_zero() else logging.ERROR)
     if not state.get("verbose"):
         for name in ("TRANSFORMERS_VERBOSITY", "DATASETS_VERBOSITY", "HF_HUB_VERBOSITY"):
             os.environ.setdefault(name, "error")
@@ -232,7 +228,7 @@ def setup_logging(state: dict[str, int]) -> None:
 @contextmanager
 def progress_bar(label: str) -> Iterator[Callable[[int, int], None] | None]:
     """A bar of bytes on stderr, as `progress(done, total)`; None where nobody is looking."""
-    if _state().get("quiet") or not first_process() or not sys.stderr.isatty():
+    if _state().get("quiet") or not distributed.is_rank_zero() or not sys.stderr.isatty():
         yield None
         return
     from tqdm import tqdm
@@ -249,7 +245,7 @@ def progress_bar(label: str) -> Iterator[Callable[[int, int], None] | None]:
 @contextmanager
 def progress_stages() -> Iterator[Callable[[str, int, int], None] | None]:
     """A bar for each stage on stderr, as `progress(stage, done, total)`; None where nobody is looking."""
-    if _state().get("quiet") or not first_process() or not sys.stderr.isatty():
+    if _state().get("quiet") or not distributed.is_rank_zero() or not sys.stderr.isatty():
         yield None
         return
     from tqdm import tqdm
@@ -271,7 +267,7 @@ def progress_stages() -> Iterator[Callable[[str, int, int], None] | None]:
 @contextmanager
 def progress_count(label: str) -> Iterator[Callable[[str, int], None] | None]:
     """Counts on stderr, as `progress(name, count so far)`; None where nobody is looking."""
-    if _state().get("quiet") or not first_process() or not sys.stderr.isatty():
+    if _state().get("quiet") or not distributed.is_rank_zero() or not sys.stderr.isatty():
         yield None
         return
     from tqdm import tqdm
@@ -311,7 +307,7 @@ def run_command(command: click.Group, argv: Sequence[str] | None = None) -> NoRe
     try:
         with _terminated_as_interrupted():
             code = command.main(args, prog_name="mha2gqa", standalone_mode=False, obj=state)
-        leave_processes()
+        distributed.destroy()
         sys.exit(code if isinstance(code, int) else 0)
     except (click.Abort, KeyboardInterrupt):
         _fail(state, args, None, "interrupted", INTERRUPTED)
@@ -332,7 +328,7 @@ def _terminated_as_interrupted() -> Iterator[None]:
 
     Not where processes wait for each other in libraries that let no Python run: those must die of it.
     """
-    mine = threading.current_thread() is threading.main_thread() and "RANK" not in os.environ
+    mine = threading.current_thread() is threading.main_thread() and not distributed.is_launched()
     if not mine or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
         return
@@ -341,18 +337,6 @@ def _terminated_as_interrupted() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-def leave_processes() -> None:
-    """Take leave of the other processes of a distributed job, if there are any.
-
-    NCCL's threads must not outlive the interpreter: a process that ends before its group is destroyed can end
-    in a segmentation fault, and torchrun then reports a finished run as failed. Not after an error: the others
-    may be waiting for this process, and torchrun ends them.
-    """
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
 
 
 def _unexpected(state: dict[str, int], args: list[str], error: BaseException) -> None:
@@ -373,17 +357,17 @@ def _report(
 ) -> None:
     """One line on stderr, from the first process; from another only what the first does not meet as well."""
     who = ""
-    if not first_process():
+    if not distributed.is_rank_zero():
         if code == INTERRUPTED:  # all of them are, and agreed on it
             return
         time.sleep(FIRST_SPEAKS)  # torchrun ends this process as soon as the first has failed
-        who = f" (process {os.environ['RANK']})"
+        who = f" (process {distributed.rank()})"
     if error is not None and (state.get("verbose") or os.environ.get("MHA2GQA_DEBUG") == "1"):
         import traceback
 
         traceback.print_exception(error)
     click.echo(f"mha2gqa: {message}" if code == INTERRUPTED else f"error{who}: {message}", err=True)
-    wanted = ("--json" in args or state.get("json")) and first_process()
+    wanted = ("--json" in args or state.get("json")) and distributed.is_rank_zero()
     if wanted and not state.get("emitted"):  # else the result itself says what failed
         from ..results import SCHEMA_VERSION
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..distributed import is_rank_zero
 from ..errors import UsageError
 from ..uptraining.run_dir import changed_keys, checkpoint_fingerprint
 
@@ -96,13 +96,13 @@ class StageRecords:
         if record is not None and product is not None and product.exists() and not self.force:
             self._refuse(name, record, inputs, product)
         began = time.monotonic()
-        if everywhere or _rank() == 0:
+        if everywhere or is_rank_zero():
             begun = self._read(f"{name}.begun")
             replace = self.force or (begun is not None and begun["inputs"] == inputs)
-            if _rank() == 0:
+            if is_rank_zero():
                 self._write(f"{name}.begun", inputs, {}, None)
             result = work(replace)
-            if _rank() == 0:
+            if is_rank_zero():
                 self._write(name, inputs, result, product)
                 self._path(f"{name}.begun").unlink()
         else:
@@ -156,10 +156,6 @@ class StageRecords:
                 assert record is not None
                 return record["result"]
             time.sleep(POLL_SECONDS)
-
-
-def _rank() -> int:
-    return int(os.environ.get("RANK", "0"))
 
 
 def _flat(data: Any, prefix: str = "") -> dict[str, Any]:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Budget", "UptrainConfig", "UptrainResult", "plan_budget", "run_uptrain", "train_model", "uptrain"]
 
-_HOMES = {"train_model": "inmemory", "UptrainResult": "outcome", "run_uptrain": "run", "uptrain": "run"}
+_HOMES = {"train_model": "inmemory", "UptrainResult": "result", "run_uptrain": "run", "uptrain": "run"}
 
 
 def __getattr__(name: str) -> Any:

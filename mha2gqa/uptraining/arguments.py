@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import os
 from collections.abc import Mapping
 from dataclasses import fields
 from importlib.util import find_spec
@@ -17,6 +16,7 @@ from transformers.integrations.integration_utils import get_reporting_integratio
 from transformers.training_args import OptimizerNames
 
 from ..config.coerce import coerce
+from ..distributed import is_launched, world_size
 from ..errors import UsageError
 from .budget import Budget, UptrainConfig, default_learning_rate
 from .liger import OWN_LOSS, require_liger
@@ -112,11 +112,6 @@ def _built(words: dict[str, Any]) -> TrainingArguments:
     return args
 
 
-def world_size() -> int:
-    """Processes of this run, as torchrun and accelerate announce them."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
 def micro_batch(budget: Budget, world: int, device: str, given: int | None) -> int:
     """Blocks per forward pass of one process: as many as fit, dividing the step evenly.
 
@@ -148,7 +143,7 @@ def build_arguments(
 ) -> TrainingArguments:
     """TrainingArguments of a run: our defaults, then the user's own words over them."""
     extra = check_training_args(config.training_args)
-    if extra.get("fsdp") and "RANK" not in os.environ:
+    if extra.get("fsdp") and not is_launched():
         raise UsageError(
             "shards over several processes, and this is one",
             where="fsdp",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ import numpy as np
 
 from ..data import Document, cut_blocks, encode_documents, held_out, read_records, within
 from ..data.chat import encode_chats
+from ..distributed import is_rank_zero
 from ..errors import DataError, UsageError
 from .batches import BlockOrder, Blocks, BlockStream, Collate, Collator, Mixture, save_blocks, share_out
 from .budget import Budget, UptrainConfig
@@ -193,7 +193,7 @@ def load_corpus(
         DataError: There is no training text, less than one block of it, or another model's tokenizer.
         UsageError: The data is of a kind that the options do not fit, or a file of a stream has changed.
     """
-    texts, notices = Texts(config), check_sources(config, folder, os.environ.get("RANK", "0") == "0")
+    texts, notices = Texts(config), check_sources(config, folder, is_rank_zero())
     chats = texts.are_chats()
     if chats:
         if not isinstance(collate, Collator) or config.isolate_documents:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from contextlib import ExitStack, closing
 from dataclasses import fields
@@ -15,6 +14,7 @@ import torch
 from ..checkpoints.loading import load_config_json, load_model, load_tokenizer, stored_dtype, text_config
 from ..checkpoints.reader import MANIFEST, Checkpoint, open_checkpoint, read_json
 from ..checkpoints.writer import check_output
+from ..distributed import is_rank_zero
 from ..errors import UsageError
 from .adapters import add_adapter, merge_adapter, train_attention_only, train_text_only
 from .arguments import build_arguments, check_training_args
@@ -132,7 +132,7 @@ def _stamp_of(teacher: str | None) -> str | None:
 
 def _open_workspace(run_dir: RunDirectory, keys: dict[str, Any], force: bool) -> bool:
     """Create or check the folder on the first process; whether the run was begun before (others: True)."""
-    if int(os.environ.get("RANK", "0")) != 0:
+    if not is_rank_zero():
         return True
     begun = run_dir.open(keys, restart=force)
     if begun:

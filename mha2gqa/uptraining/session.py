@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from ..distributed import world_size
 from ..errors import DataError, TrainingError
-from .arguments import world_size
 from .batches import BlockStream
 from .budget import Budget, UptrainConfig
 from .compiling import compile_layers, undo_compile, worth_compiling

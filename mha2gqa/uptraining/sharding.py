@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..distributed import is_initialized
 from ..errors import CheckpointError, TrainingError, reason
 from .compiling import repeated_layers
 
@@ -34,8 +35,7 @@ def lost_processes() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-        if not distributed or not any(sign in str(error) for sign in GONE):
+        if not is_initialized() or not any(sign in str(error) for sign in GONE):
             raise
         raise TrainingError(
             f"another process of the run has ended ({reason(error, 120)})",

@@ -17,6 +17,7 @@ LAYERS = [
     "errors",
     "results",
     "distributed",
+    "progress",
     "assets",
     "config",
     "modeling",
@@ -39,7 +40,7 @@ LAYERS = [
 ]
 LIGHT = [
     m
-    for m in ("errors", "results", "distributed", "config", "architectures", "report", "cli")
+    for m in ("errors", "results", "distributed", "progress", "config", "architectures", "report", "cli")
     if importlib.util.find_spec(f"mha2gqa.{m}")
 ]
 

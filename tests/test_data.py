@@ -18,14 +18,14 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from mha2gqa.data import (
+    Place,
+    Prefetcher,
     bos_id,
-    count_tokens,
+    cut,
     encode_documents,
     held_out,
-    prefetch,
     read_documents,
     read_records,
-    split_documents,
     token_blocks,
 )
 from mha2gqa.errors import DataError, UsageError
@@ -162,7 +162,6 @@ def test_reading_streams(tmp_path: Path) -> None:
 def test_documents_end_with_eos(tokenizer: PreTrainedTokenizerBase) -> None:
     assert [ids.tolist() for ids in encode_documents(tokenizer, ["w0 w1", "w2"])] == [[3, 4, 0], [5, 0]]
     assert bos_id(tokenizer) is None
-    assert count_tokens(tokenizer, ["w0 w1", "w2"]) == 5
 
 
 def test_bos_where_the_post_processor_puts_one(bos_tokenizer: PreTrainedTokenizerBase) -> None:
@@ -201,6 +200,30 @@ def test_blocks_are_the_joined_stream(
         assert block.tolist() == stream[i * window : i * window + window + 1].tolist()
 
 
+@settings(max_examples=200, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 9), min_size=1, max_size=12),
+    window=st.integers(1, 11),
+    overlap=st.integers(0, 2),
+    skip=st.integers(0, 5),
+)
+def test_blocks_know_their_place(lengths: list[int], window: int, overlap: int, skip: int) -> None:
+    """Every id of the stream carries its own place, so a block's ids say where it begins and ends."""
+    lengths[0] += skip + 1
+    documents = [np.arange(n, dtype=np.int32) + 100 * i for i, n in enumerate(lengths)]
+    stream = np.concatenate(documents)[skip:]
+    starts = range(0, len(stream) - window - overlap + 1, window)
+    found = []
+    try:
+        found += cut(documents, window, overlap=overlap, skip=skip)
+    except DataError as error:
+        assert not starts and f"has {len(stream)} tokens, one block needs {window + overlap}" in str(error)
+    assert [b.ids.tolist() for b in found] == [stream[i : i + window + overlap].tolist() for i in starts]
+    for block in found:
+        assert block.first == Place(*divmod(int(block.ids[0]), 100))
+        assert block.last == Place(*divmod(int(block.ids[-1]), 100))
+
+
 def test_too_short_says_what_is_there_and_needed(tokenizer: PreTrainedTokenizerBase) -> None:
     with pytest.raises(DataError, match="the text has 3 tokens, one block needs 9"):
         token_blocks(tokenizer, ["w0 w1"], 8)
@@ -213,46 +236,28 @@ def test_too_short_says_what_is_there_and_needed(tokenizer: PreTrainedTokenizerB
 # --- streams -------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=50, deadline=None)
-@given(
-    texts=st.lists(st.text("ab \n", min_size=1, max_size=4), min_size=1, max_size=60),
-    seed=st.integers(0, 5),
-    holdout=st.sampled_from([0.1, 0.5]),
-)
-def test_sides_never_share_a_document(texts: list[str], seed: int, holdout: float) -> None:
-    try:
-        train, heldout = split_documents(texts, holdout, seed)
-    except DataError:
-        return
-    assert not {" ".join(t.split()) for t in train} & {" ".join(t.split()) for t in heldout}
-    assert sorted(train + heldout) == sorted(texts)
-    assert heldout == [t for t in texts if held_out(t, holdout, seed)]  # whatever else the corpus holds
-
-
-def test_split_size_seed_and_refusals() -> None:
+def test_sides_are_a_function_of_the_words_alone() -> None:
     texts = [f"document {i}" for i in range(5000)]
-    train, heldout = split_documents(texts, 0.1)
-    assert 420 < len(heldout) < 580 and len(train) + len(heldout) == 5000
-    assert heldout == split_documents(texts, 0.1)[1] != split_documents(texts, 0.1, seed=1)[1]
-    with pytest.raises(DataError, match="one side"):
-        split_documents(["only one"], 0.1)
-    with pytest.raises(UsageError, match="--holdout"):
-        split_documents(texts, 1.0)
+    sides = [held_out(text, 0.1) for text in texts]
+    assert 420 < sum(sides) < 580
+    assert [held_out(f"  document\n {i} ", 0.1) for i in range(5000)] == sides
+    assert [held_out(text, 0.1, seed=1) for text in texts] != sides
+    assert not any(held_out(text, 0.0) for text in texts) and all(held_out(text, 1.0) for text in texts)
 
 
 def test_prefetch_keeps_order_and_errors_and_ends_its_thread() -> None:
-    assert list(prefetch(range(100))) == list(range(100))
+    assert list(Prefetcher(range(100))) == list(range(100))
 
     def failing() -> Iterator[int]:
         yield 1
         raise DataError("broken", where="a:2")
 
-    items = prefetch(failing())
+    items = Prefetcher(failing())
     assert next(items) == 1
     with pytest.raises(DataError, match="a:2: broken"):
         next(items)
     before = threading.active_count()
-    endless = prefetch(iter(int, 1), depth=2)
+    endless = Prefetcher(iter(int, 1), depth=2)
     next(endless)
     endless.close()
     assert threading.active_count() == before

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from mha2gqa.data import Document, encoding, prefetch
+from mha2gqa.data import Document, Prefetcher, encoding
 from mha2gqa.data.encoding import Encoded, encode, word_starts
 from mha2gqa.errors import CheckpointError, DataError
 from mha2gqa.evaluation import LoadedModel, Window, evaluate
@@ -130,12 +130,12 @@ def test_an_abandoned_prefetch_ends_its_thread_and_its_source() -> None:
             closed.set()
 
     before = set(threading.enumerate())
-    with pytest.raises(ZeroDivisionError), prefetch(numbers(), depth=2) as ahead:
+    with pytest.raises(ZeroDivisionError), Prefetcher(numbers(), depth=2) as ahead:
         assert next(ahead) == 0
         raise ZeroDivisionError
     assert closed.is_set() and set(threading.enumerate()) == before
     assert list(ahead) == []
-    dropped = prefetch(numbers(), depth=2)
+    dropped = Prefetcher(numbers(), depth=2)
     (thread,) = set(threading.enumerate()) - before
     del dropped
     thread.join(5)
@@ -149,7 +149,7 @@ def test_a_prefetch_begins_at_once() -> None:
         begun.set()
         yield 1
 
-    with prefetch(tell()):
+    with Prefetcher(tell()):
         assert begun.wait(5)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..calibration import Batch
-from ..data import encode_documents, read_documents, span_corruption, within
+from ..data import cut_blocks, encode_documents, first_tokens, read_documents, span_corruption, within
 from ..data.spans import sentinel_ids
 from ..errors import DataError, UsageError
 from ..evaluation import block_loss
@@ -21,7 +21,7 @@ from .options import CalibrationOptions
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-LEAST = 64  # tokens; less text says nothing
+MIN_TOKENS = 64  # less text says nothing
 HELD_OUT = 16  # blocks kept back to judge the result by, at most
 SPAN_LABELS = "labels"
 
@@ -93,14 +93,14 @@ def calibration_inputs(
     where = tokenizer.name_or_path or "tokenizer"
     ids = within(encode_documents(tokenizer, texts), embeddings, where)
     if not getattr(known, "is_encoder_decoder", False):
-        return Inputs(cut_blocks(ids, window, options.tokens, overlap=1))
+        return Inputs(calibration_blocks(ids, window, options.tokens, overlap=1))
     if not sentinel_ids(tokenizer):
         raise UsageError(
             f"plain text cannot calibrate a {config.get('model_type')} model whose tokenizer has no span sentinels",
             where="--calibration",
             fix="use --method joint without text, or --statistics measured with calibration.collect",
         )
-    blocks = cut_blocks(ids, window, options.tokens, overlap=0)
+    blocks = calibration_blocks(ids, window, options.tokens, overlap=0)
     made = span_corruption(tokenizer, config, blocks.shape[1], options.seed)
     encoder, targets = made(blocks.numpy(), range(len(blocks)))
     rows = {"input_ids": encoder, "decoder_input_ids": made.decoder_inputs(targets), SPAN_LABELS: targets}
@@ -117,7 +117,7 @@ def context(config: Mapping[str, Any]) -> int | None:
     return None
 
 
-def cut_blocks(documents: Iterable[np.ndarray], window: int, tokens: int, overlap: int) -> Tensor:
+def calibration_blocks(documents: Iterable[np.ndarray], window: int, tokens: int, overlap: int) -> Tensor:
     """Joined documents cut into blocks of `window` (+ `overlap`) ids, as the protocol `blocks` does.
 
     Args:
@@ -129,23 +129,16 @@ def cut_blocks(documents: Iterable[np.ndarray], window: int, tokens: int, overla
     Raises:
         DataError: Fewer than 64 tokens of text.
     """
-    parts, count = [], 0
-    for ids in documents:
-        parts.append(ids)
-        count += len(ids)
-        if count >= tokens + overlap:
-            break
-    if count < LEAST:
+    stream = first_tokens(documents, max(tokens + overlap, MIN_TOKENS))
+    if len(stream) < MIN_TOKENS:
         raise DataError(
-            f"{count} tokens of text are too few to calibrate on",
+            f"{len(stream)} tokens of text are too few to calibrate on",
             where="--calibration",
             fix="give some 100 tokens for each of the model's hidden dims: hundreds of thousands",
         )
-    stream = np.concatenate(parts)
-    room = min(tokens, count - overlap)
-    window = min(window, room)
-    starts = range(0, room // window * window, window)
-    return torch.from_numpy(np.stack([stream[i : i + window + overlap] for i in starts])).long()
+    stream = stream[: tokens + overlap]
+    window = min(window, len(stream) - overlap)
+    return torch.from_numpy(np.stack(list(cut_blocks([stream], window, overlap=overlap)))).long()
 
 
 def split_held_out(inputs: Inputs) -> tuple[Inputs, Inputs | None]:

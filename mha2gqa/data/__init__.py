@@ -3,38 +3,30 @@
 Everything streams: memory does not grow with the corpus (`token_blocks` holds the ids it returns).
 """
 
-from .blocks import (
-    batches_of,
-    bos_id,
-    count_tokens,
-    cut_blocks,
-    encode_documents,
-    eos_id,
-    iterate_blocks,
-    token_blocks,
-    within,
-)
+from .blocks import Block, Place, cut, cut_blocks, first_tokens, token_blocks
+from .encoding import bos_id, encode_documents, eos_id, within
+from .holdout import held_out
+from .prefetch import Prefetcher
 from .reading import Document, read_documents, read_records
 from .spans import SpanCorruption, block_tokens, span_corruption
-from .streams import held_out, prefetch, split_documents
 
 __all__ = [
+    "Block",
     "Document",
+    "Place",
+    "Prefetcher",
     "SpanCorruption",
-    "batches_of",
     "block_tokens",
     "bos_id",
-    "count_tokens",
+    "cut",
     "cut_blocks",
     "encode_documents",
     "eos_id",
+    "first_tokens",
     "held_out",
-    "iterate_blocks",
-    "prefetch",
     "read_documents",
     "read_records",
     "span_corruption",
-    "split_documents",
     "token_blocks",
     "within",
 ]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import DataError
-from . import Document
+from .reading import Document
 
 
 def hide(ids: np.ndarray, spoken: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Documents to token ids, several texts at a time on all cores, with a measure of the text they stand for."""
+"""Documents to token ids, several texts at a time on all cores, in order and a bounded number ahead."""
 
 from __future__ import annotations
 
@@ -7,22 +7,102 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
 from ..errors import DataError
-from . import Document
+from .reading import Document
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import BatchEncoding, PreTrainedTokenizerBase
 
+T = TypeVar("T")
 ENCODE_DOCUMENTS, ENCODE_CHARACTERS = 64, 1 << 15  # one call of the tokenizer gets at most about this much,
 FIRST_CHARACTERS = 1 << 13  # … and this much at first: the model waits for the first few documents
 ENCODE_THREADS = 8  # at most
 
 # Whether a character is white space; all beyond the last of these are not.
 SPACES = np.array([chr(i).isspace() for i in range(0x3002)])
+
+
+# --- special tokens and vocabulary ---------------------------------------------------------------------
+
+
+def bos_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The BOS id if the tokenizer's own post-processor puts one before a text, else None."""
+    bos = tokenizer.bos_token_id
+    if bos is None:
+        return None
+    own = list(tokenizer("a", verbose=False)["input_ids"])
+    bare = list(tokenizer("a", add_special_tokens=False, verbose=False)["input_ids"])
+    return int(bos) if own[:1] == [bos] and bare[:1] != [bos] else None
+
+
+def eos_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The end-of-text id that follows each document.
+
+    Raises:
+        DataError: The tokenizer names none.
+    """
+    if tokenizer.eos_token_id is None:
+        raise DataError(
+            "the tokenizer has no end-of-text token to put between documents",
+            where=tokenizer.name_or_path or "tokenizer",
+            fix="set eos_token in tokenizer_config.json",
+        )
+    return int(tokenizer.eos_token_id)
+
+
+def within(documents: Iterable[np.ndarray], embeddings: int | None, where: str) -> Iterator[np.ndarray]:
+    """Encoded documents as they are, as long as the model has an embedding for every id.
+
+    Args:
+        documents: Token ids `[n]` of one document after the other; ids without loss may be `-id - 1`.
+        embeddings: How many the model has; None if that is not known.
+        where: The model, for the message.
+
+    Raises:
+        DataError: The tokenizer is another model's.
+    """
+    for ids in documents:
+        highest = int(np.maximum(ids, ~ids).max(initial=0))
+        if embeddings is not None and highest >= embeddings:
+            raise DataError(
+                f"the tokenizer gives id {highest}, the model has {embeddings} embeddings",
+                where=where,
+                fix="use the tokenizer the model was trained with",
+            )
+        yield ids
+
+
+# --- ids -----------------------------------------------------------------------------------------------
+
+
+def encode_documents(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> Iterator[np.ndarray]:
+    """Token ids of each document as the protocol `blocks` joins them.
+
+    No special tokens but these: the end-of-text token after each document, and a BOS before it where
+    the tokenizer's own post-processor puts one.
+
+    Args:
+        tokenizer: A transformers tokenizer.
+        texts: The documents.
+
+    Yields:
+        int32 ids `[n]` of one document after the other.
+
+    Raises:
+        DataError: The tokenizer has no end-of-text token.
+    """
+    bos, eos = bos_id(tokenizer), eos_id(tokenizer)
+    head = [] if bos is None else [bos]
+
+    def ids(documents: list[Document]) -> list[np.ndarray]:
+        found = _call(tokenizer, documents)["input_ids"]
+        return [np.array([*head, *row, eos], dtype=np.int32) for row in found]
+
+    return _in_threads(tokenizer, (Document(text, "") for text in texts), ids)
 
 
 def word_starts(text: str) -> np.ndarray:
@@ -76,12 +156,21 @@ def encode(tokenizer: PreTrainedTokenizerBase, documents: Iterable[Document]) ->
     Python threads share the work, whether or not the tokenizer's own are switched on
     (`TOKENIZERS_PARALLELISM`): the first few documents are there early, and none waits for a long one.
     """
+    return _in_threads(tokenizer, documents, lambda batch: _encode(tokenizer, batch))
+
+
+def _in_threads(
+    tokenizer: PreTrainedTokenizerBase,
+    documents: Iterable[Document],
+    work: Callable[[list[Document]], list[T]],
+) -> Iterator[T]:
+    """The results of `work` on small batches of documents, one a document, in their order."""
     tokenizer("a", add_special_tokens=False, verbose=False)  # undoes stored padding and truncation, once
-    waiting: deque[Future[list[Encoded]]] = deque()
+    waiting: deque[Future[list[T]]] = deque()
     threads = encode_threads(tokenizer)
     with ThreadPoolExecutor(threads, thread_name_prefix="tokenise") as pool:
         try:
-            for future in _submit(pool, tokenizer, documents):
+            for future in _submit(pool, documents, work):
                 waiting.append(future)
                 if len(waiting) > threads:
                     yield from waiting.popleft().result()
@@ -109,14 +198,14 @@ def encode_threads(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def _submit(
-    pool: ThreadPoolExecutor, tokenizer: PreTrainedTokenizerBase, documents: Iterable[Document]
-) -> Iterator[Future[list[Encoded]]]:
+    pool: ThreadPoolExecutor, documents: Iterable[Document], work: Callable[[list[Document]], list[T]]
+) -> Iterator[Future[list[T]]]:
     """Documents under way; one that cannot be read fails in its turn, after all before it."""
     try:
         for batch in _batches(documents):
-            yield pool.submit(_encode, tokenizer, batch)
+            yield pool.submit(work, batch)
     except DataError as error:
-        failed: Future[list[Encoded]] = Future()
+        failed: Future[list[T]] = Future()
         failed.set_exception(error)
         yield failed
 
@@ -141,15 +230,20 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
         yield batch
 
 
-def _encode(tokenizer: PreTrainedTokenizerBase, documents: list[Document]) -> list[Encoded]:
-    """One call of the tokenizer."""
-    encoding = tokenizer(
+def _call(tokenizer: PreTrainedTokenizerBase, documents: list[Document]) -> BatchEncoding:
+    """One call of the tokenizer, without special tokens."""
+    return tokenizer(
         [d.text for d in documents],
         add_special_tokens=False,
         return_attention_mask=False,
         return_token_type_ids=False,
         verbose=False,
     )
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, documents: list[Document]) -> list[Encoded]:
+    """Documents with the measure of their text."""
+    encoding = _call(tokenizer, documents)
     encoded = []
     for row, document in enumerate(documents):
         ids = np.array(encoding["input_ids"][row], dtype=np.int32)
@@ -159,7 +253,7 @@ def _encode(tokenizer: PreTrainedTokenizerBase, documents: list[Document]) -> li
 
 
 def _char_end(
-    tokenizer: PreTrainedTokenizerBase, encoding: object, row: int, ids: np.ndarray
+    tokenizer: PreTrainedTokenizerBase, encoding: BatchEncoding, row: int, ids: np.ndarray
 ) -> Callable[[int], int]:
     fast = getattr(encoding, "encodings", None)
     if not fast:  # a slow tokenizer keeps no offsets: measure what the prefix decodes to

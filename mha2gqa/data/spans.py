@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import DataError, UsageError
-from .blocks import within
+from .encoding import within
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..checkpoints.loading import load_model
-from ..data import prefetch
+from ..data import Prefetcher
 from ..errors import DataError, UsageError
 from .agreement import attention_error
 from .batching import Batch, make_batches
@@ -94,7 +94,7 @@ class _Run:
         with self._opened(entry) as model:
             self._run_tasks(entry, model)
             head = Head(model)
-            with prefetch(self._batches(entry, head.device)) as batches:
+            with Prefetcher(self._batches(entry, head.device)) as batches:
                 first = self._add_up(entry, score_batches(head, batches, other), reference)
             if entry.tally.tokens == 0:
                 raise DataError(

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from ..data import Document, bos_id, eos_id, span_corruption
-from ..data.encoding import encode
+from ..data import Block, Document, bos_id, cut, eos_id, span_corruption
+from ..data.encoding import Encoded, encode
 from ..errors import DataError
 
 if TYPE_CHECKING:
@@ -88,40 +88,54 @@ def _too_short(there: int, needed: int, limit: int | None) -> DataError:
 # --- protocols -----------------------------------------------------------------------------------------
 
 
+class _Joined:
+    """Documents between BOS (if used) and end-of-text, with a measure of their text."""
+
+    def __init__(self, documents: Iterable[Encoded], bos: int | None, eos: int) -> None:
+        self.documents, self.head, self.tail = documents, _prefix(bos), _prefix(eos)
+        self.number = 0  # of documents read
+        self.reached = (0, 0)  # bytes and words of the text up to and with the end of the last block
+        self._last: Encoded | None = None
+        self._places: dict[int, tuple[str, int]] = {}  # source and length of those still in use
+
+    def ids(self) -> Iterator[np.ndarray]:
+        """The ids of each document."""
+        read = (0, 0)
+        for number, document in enumerate(self.documents):
+            self.number, self._last = number + 1, document
+            document.start_from(*read)
+            if number == 0:
+                self.reached = document.bytes_words(1 - len(self.head))  # the first id is no target
+            ids = np.concatenate([self.head, document.ids, self.tail])
+            self._places[number] = (document.source, len(ids))
+            yield ids
+            read = document.bytes_words(len(document.ids))
+
+    def text_of(self, block: Block) -> tuple[int, int]:
+        """Bytes and words of the text of a block's targets; blocks come in order."""
+        assert self._last is not None and block.last.document == self.number - 1
+        before = self.reached
+        self.reached = self._last.bytes_words(max(0, block.last.token + 1 - len(self.head)))
+        return self.reached[0] - before[0], self.reached[1] - before[1]
+
+    def source_of(self, block: Block) -> str:
+        """Where a block's first target is from."""
+        number, token = block.first
+        for old in [n for n in self._places if n < number]:
+            del self._places[old]
+        source, length = self._places[number]
+        return source if token + 1 < length else self._places[number + 1][0]
+
+
 def blocks(
     tokenizer: PreTrainedTokenizerBase, documents: Iterable[Document], settings: Settings
 ) -> Iterator[Window]:
     """Documents, each between BOS (if used) and end-of-text, joined and cut; the last part is dropped."""
-    size, eos = settings.window, eos_id(tokenizer)
-    head, tail = _prefix(settings.bos), _prefix(eos)
-    left = None if settings.max_tokens is None else settings.max_tokens // size
-    if left == 0:
-        raise _too_short(size + 1, size + 1, settings.max_tokens)
-    stream = np.empty(0, dtype=np.int32)  # ids from the first input of the next block on
-    source, unit, total = "", 0, 0
-    mark: tuple[int, int] | None = None  # (bytes, words) of the text up to and with stream[0]
-    read = (0, 0)  # (bytes, words) of the documents read so far
-    for number, document in enumerate(encode(tokenizer, documents), 1):
-        before = len(stream)
-        source = source if before > 1 else document.source
-        stream = np.concatenate([stream, head, document.ids, tail])
-        total += len(stream) - before
-        skipped = before + len(head)  # ids of the stream before the document's own
-        document.start_from(*read)
-        mark = mark or document.bytes_words(1 - len(head))
-        start = 0
-        while start + size < len(stream) and (left is None or unit < left):
-            ids = stream[start : start + size + 1]
-            reached = document.bytes_words(max(0, start + size + 1 - skipped))
-            text = (reached[0] - mark[0], reached[1] - mark[1])
-            yield Window(ids, 0, unit, source, *text, number)
-            mark, start, unit, source = reached, start + size, unit + 1, document.source
-        if left is not None and unit >= left:
-            return
-        read = document.bytes_words(len(document.ids))
-        stream = stream[start:].copy()
-    if unit == 0:
-        raise _too_short(total, size + 1, settings.max_tokens)
+    joined = _Joined(encode(tokenizer, documents), settings.bos, eos_id(tokenizer))
+    cut_blocks = cut(joined.ids(), settings.window, max_tokens=settings.max_tokens)
+    for unit, block in enumerate(cut_blocks):
+        source, text = joined.source_of(block), joined.text_of(block)
+        yield Window(block.ids, 0, unit, source, *text, joined.number)
 
 
 def window(

@@ -5,7 +5,7 @@ World size, micro-batch and interruptions do not change which blocks a step sees
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
+from ..data import cut
 from ..errors import DataError
 from .losses import IGNORE_INDEX
 from .run_dir import cleanup_on_error
@@ -245,27 +246,24 @@ class BlockStream(IterableDataset):
             self.turns = turn
 
     def __iter__(self) -> Iterator[np.ndarray]:
-        made, offset = self.made, self.start.token
-        held: list[tuple[int, int, np.ndarray]] = []  # documents not yet used up, `offset` into the first
-        size = -offset
-        for document in self._stream():
-            held.append(document)
-            size += len(document[2])
-            if size <= self.window:
-                continue
-            ids = np.concatenate([d[2] for d in held])[offset:]
-            used = 0
-            while used + self.window < len(ids):
-                block = ids[used : used + self.window + 1]
-                used, made, offset = used + self.window, made + 1, offset + self.window
-                while offset >= len(held[0][2]):
-                    offset -= len(held.pop(0)[2])
-                if made % self.blocks_per_step == 0:
-                    self.positions[made] = Position(held[0][0], held[0][1], offset)
-                    while len(self.positions) > KEPT_POSITIONS:
-                        self.positions.popitem(last=False)
-                yield block
-            size = len(ids) - used
+        in_use: deque[tuple[int, int]] = deque()  # (pass, document) of those not used up
+        dropped = 0
+
+        def documents() -> Iterator[np.ndarray]:
+            for turn, number, ids in self._stream():
+                in_use.append((turn, number))
+                yield ids
+
+        blocks = cut(documents(), self.window, skip=self.start.token)
+        for made, block in enumerate(blocks, self.made + 1):
+            while dropped < block.last.document:
+                in_use.popleft()
+                dropped += 1
+            if made % self.blocks_per_step == 0:
+                self.positions[made] = Position(*in_use[0], block.last.token)
+                while len(self.positions) > KEPT_POSITIONS:
+                    self.positions.popitem(last=False)
+            yield block.ids
 
 
 def save_blocks(path: Path, blocks: Iterable[np.ndarray], vocabulary: int) -> int:

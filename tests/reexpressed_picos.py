@@ -69,3 +69,8 @@ def save_source(name: str, path: Path) -> torch.nn.Module:
         file = path / "config.json"
         file.write_text(json.dumps(json.loads(file.read_text()) | {"model_type": "gpt-sw3"}))
     return model
+
+
+# What float32 sums in another order may change, as a share of the spread of the logits: the rounding of one
+# number times the terms of the longest sums (a few layers of width 64). A wrong weight changes a hundredth.
+ROUNDING = torch.finfo(torch.float32).eps * 4 * 64

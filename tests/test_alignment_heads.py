@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import inputs, stock_model
+from families import assert_same, inputs, stock_model
 from torch import Tensor, nn
 
 from mha2gqa.checkpoints.loading import load_model
@@ -61,7 +61,7 @@ def test_alignment_heads_are_the_same_heads_in_a_result(groups: int, tmp_path: P
         files = [(tmp_path / f / "generation_config.json").read_bytes() for f in ("in", "out")]
         assert files[0] == files[1]
     result = load_model(tmp_path / "out", device="cpu")
-    torch.testing.assert_close(alignment(result, pairs), right, rtol=1e-4, atol=1e-5)
+    assert_same(alignment(result, pairs), right)
 
 
 def test_alignment_heads_move_in_memory_too(tmp_path: Path) -> None:
@@ -73,5 +73,5 @@ def test_alignment_heads_move_in_memory_too(tmp_path: Path) -> None:
     pairs = result.generation_config.alignment_heads[: len(PAIRS)]
     assert result.generation_config.alignment_heads[len(PAIRS) :] == beyond
     assert pairs == [[0, 4], [0, 2], [1, 1], [1, 7]]
-    torch.testing.assert_close(alignment(result, pairs), right, rtol=1e-4, atol=1e-5)
+    assert_same(alignment(result, pairs), right)
     assert model.generation_config.alignment_heads == [*PAIRS, *beyond]

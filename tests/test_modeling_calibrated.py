@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from families import PICOS, H, inputs, logits, stock_model
+from families import PICOS, H, assert_same, inputs, logits, stock_model
 from test_modeling_oracles import shared_states
 from test_seq2seq import WINDOW, saved_t5
 from torch import Tensor
@@ -83,7 +83,7 @@ def test_symmetric_copies_in_any_order_merge_without_loss(name: str, tmp_path: P
     stock.load_state_dict(repeated)
     right = logits(stock, inputs(name))
     stock.load_state_dict(shuffled(repeated, name, [0, 4, 5, 1, 2, 6, 3, 7]))
-    torch.testing.assert_close(logits(stock, inputs(name)), right, rtol=1e-3, atol=1e-3)
+    assert_same(logits(stock, inputs(name)), right)
     stock.save_pretrained(tmp_path / "in")
     result = convert(tmp_path / "in", tmp_path / "out", 2, method="joint")
     merged = load_model(tmp_path / "out", device="cpu")
@@ -107,9 +107,7 @@ def test_groupings_that_would_change_the_model_are_refused(tmp_path: Path) -> No
     convert(tmp_path / "t5", tmp_path / "t5-out", 2, grouping=str(file))  # all layers alike
     expected = convert_model(stock_model("t5"), 2, groupings=dict.fromkeys(t5_paths(), swapped))
     found = load_model(tmp_path / "t5-out", device="cpu")
-    torch.testing.assert_close(
-        logits(found, inputs("t5")), logits(expected, inputs("t5")), rtol=1e-4, atol=1e-4
-    )
+    assert_same(logits(found, inputs("t5")), logits(expected, inputs("t5")))
     neighbours = [[0, 1, 2, 3], [4, 5, 6, 7]]
     file.write_text(json.dumps({"0": swapped, "1": neighbours}))
     with pytest.raises(UsageError, match="all layers share one position bias"):
@@ -143,7 +141,7 @@ def test_heads_may_be_reordered_as_the_table_says(name: str) -> None:
         moved |= {module.names[role]: x for role, x in unsplit(spec, both).items()}
     right = logits(stock, inputs(name))
     stock.load_state_dict(moved)
-    torch.testing.assert_close(logits(stock, inputs(name)), right, rtol=1e-4, atol=1e-4)
+    assert_same(logits(stock, inputs(name)), right)
 
 
 @pytest.fixture

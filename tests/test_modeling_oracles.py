@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import CASES, PICOS, H, export_of, inputs, logits, stock_model
+from families import CASES, PICOS, H, assert_same, export_of, inputs, logits, stock_model
 from torch import Tensor, nn
 from transformers import GenerationMixin
 
@@ -71,7 +71,7 @@ def test_equals_the_stock_model_with_its_shared_heads_repeated(name: str, attent
     gqa, stock = pair(name, attention)
     ours, theirs = logits(gqa, inputs(name)), logits(stock, inputs(name))
     assert theirs.std() > 0.1
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=3e-5)
+    assert_same(ours, theirs)
 
 
 @pytest.mark.parametrize("name", PICOS)
@@ -87,7 +87,7 @@ def test_heads_identical_within_groups_are_pooled_bit_for_bit(name: str) -> None
 def test_as_many_groups_as_heads_is_the_stock_model(name: str, attention: str) -> None:
     stock = stock_model(name, attention)
     gqa = gqa_model(name, attention, stock.state_dict(), {"self": H, "cross": H})
-    torch.testing.assert_close(logits(gqa, inputs(name)), logits(stock, inputs(name)), rtol=1e-6, atol=1e-6)
+    assert_same(logits(gqa, inputs(name)), logits(stock, inputs(name)))
 
 
 @pytest.mark.parametrize(("name", "attention"), CASES)
@@ -97,7 +97,7 @@ def test_one_kind_of_attention_alone_can_be_shared(name: str, attention: str, gr
     shared, repeated = shared_states(name, stock.state_dict(), groups)
     stock.load_state_dict(repeated)
     gqa = gqa_model(name, attention, shared, groups)
-    torch.testing.assert_close(logits(gqa, inputs(name)), logits(stock, inputs(name)), rtol=1e-5, atol=3e-5)
+    assert_same(logits(gqa, inputs(name)), logits(stock, inputs(name)))
 
 
 def padded(batch: dict[str, Tensor], left: bool) -> dict[str, Tensor]:
@@ -124,7 +124,7 @@ def test_padding_changes_nothing(name: str, attention: str) -> None:
         accepts = "position_ids" in inspect.signature(gqa.forward).parameters
         ours = logits(gqa, {**mixed, **({"position_ids": position} if accepts else {})})[:, 4:]
         plain = logits(gqa, batch)
-    torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
+    assert_same(ours, plain)
 
 
 def generate(model: nn.Module, name: str, **options: Any) -> Any:
@@ -169,7 +169,7 @@ def test_training_reaches_the_shared_projections_and_matches_the_stock_loss(name
     batch = inputs(name)
     labels = batch.get("decoder_input_ids", batch.get("input_ids"))
     losses = [model.train()(**batch, labels=labels).loss for model in (gqa, stock)]
-    torch.testing.assert_close(losses[0], losses[1], rtol=1e-5, atol=1e-5)
+    assert_same(losses[0], losses[1])
     losses[0].backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for n, p in gqa.named_parameters() if ".k" in n)
 
@@ -182,7 +182,7 @@ def test_attention_weights_can_be_asked_for(name: str) -> None:
         theirs = stock(**inputs(name), output_attentions=True)
     for key in ("attentions", "decoder_attentions", "cross_attentions"):
         for a, b in zip(ours.get(key) or (), theirs.get(key) or (), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+            assert_same(a, b)
     assert ours.get("decoder_attentions", ours.get("attentions"))[0].shape[1] == H
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from ..architectures.arch_conversions import ARCH_CONVERSIONS, Route
 from ..architectures.registry import SUPPORTED_TYPES
+from ..checkpoints.config_spelling import both_spellings
 from ..errors import UnsupportedModelError, UsageError
 from . import bigcode, gptj, neox, remote
 from .tensor_map import ArchConversion
@@ -68,12 +70,18 @@ def plan(
         raise UsageError(
             f"{as_} holds all KV heads or one", where="--groups", fix="use --groups 1, or --as auto"
         )
-    found = _ROUTES[model_type, chosen[0].target](config, names)
+    found = _written_as(chosen[0].target, config, names)
     if found.target_type != as_:
         raise UsageError(
             f"this {model_type} can only be written as {found.target_type}", where="--as", fix="use --as auto"
         )
     return found
+
+
+def _written_as(target: str, config: Mapping[str, Any], names: Iterable[str]) -> ArchConversion:
+    """The conversion to `target`, its config readable by older classes of that type, too."""
+    found = _ROUTES[str(config["model_type"]), target](config, names)
+    return replace(found, config=both_spellings(found.config))
 
 
 def _first_fitting(
@@ -82,7 +90,7 @@ def _first_fitting(
     """The first route that takes this model; one that only reaches all or one KV head may pass."""
     for route in routes:
         try:
-            return _ROUTES[str(config["model_type"]), route.target](config, names)
+            return _written_as(route.target, config, names)
         except UnsupportedModelError:
             if not route.only_mqa:
                 raise

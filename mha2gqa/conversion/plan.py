@@ -19,6 +19,7 @@ from ..architectures import (
     plan_groups,
 )
 from ..architectures import geometry as module_geometry
+from ..checkpoints.config_spelling import both_spellings
 from ..checkpoints.reader import edit_config
 from ..errors import UnsupportedModelError, UsageError
 from ..merging import MERGERS
@@ -210,6 +211,8 @@ def plan_for_spec(
     ):
         source = edit_config(config, {(*spec.config_path, *spec.kv_heads_keys[0].split(".")): before})
     new = edit_config(config, changes)
+    if new != config:
+        new = both_spellings(new)
     travels = export if changes else None
     return Plan(spec, modules, (before, groups), new, source, method, seed, tuple(notes), kinds, travels)
 

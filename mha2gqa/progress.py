@@ -150,15 +150,15 @@ class Progress:
 
 
 class Callback(Progress):
-    """Hands every change to a function, as `function(stage, done, total)`."""
+    """Hands every change to a function, as `function(stage, done, total)`; an unknown total is 0."""
 
-    def __init__(self, function: Callable[[str, int, int | None], Any]) -> None:
+    def __init__(self, function: Callable[[str, int, int], Any]) -> None:
         super().__init__()
         self._function = function
 
     def changed(self, new_stage: bool) -> None:
         """Call the function."""
-        self._function(self.name, self.done, self.total)
+        self._function(self.name, self.done, self.total or 0)
 
 
 class Lines(Progress):
@@ -254,20 +254,18 @@ def current() -> Progress:
 
 
 @contextmanager
-def reporting(progress: Progress | Callable[[str, int, int | None], Any] | None) -> Iterator[Progress]:
+def reporting(progress: Progress | None) -> Iterator[Progress]:
     """Let `current()` be this one inside the block.
 
     Args:
-        progress: A listener, or a function that is called with `(stage, done, total)`; None keeps the present
-            one.
+        progress: A listener; None keeps the present one.
     """
     if progress is None:
         yield current()
         return
-    chosen = progress if isinstance(progress, Progress) else Callback(progress)
-    token = _current.set(chosen)
+    token = _current.set(progress)
     try:
-        yield chosen
+        yield progress
     finally:
         _current.reset(token)
 

@@ -112,7 +112,7 @@ def test_statistics_are_paid_once(source: Path, text: str, tmp_path: Path) -> No
     again = convert(
         source, tmp_path / "b", 2, device="cpu", statistics=file, stage=lambda *x: seen.append(x[0])
     )
-    assert set(seen) == {"grouping"} and again.method == "joint"
+    assert "grouping" in seen and "statistics" not in seen and again.method == "joint"
     assert again.calibration["statistics"]["tokens"] == first.calibration["unique_tokens"]
     assert (tmp_path / "a/model.safetensors").read_bytes() == (tmp_path / "b/model.safetensors").read_bytes()
     other = convert(source, tmp_path / "c", 4, statistics=file, device="cpu")

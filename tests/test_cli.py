@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -17,7 +18,7 @@ import click
 import pytest
 
 from mha2gqa.cli import commands
-from mha2gqa.cli.tools import run_command
+from mha2gqa.cli.exit_codes import run_command
 from mha2gqa.errors import GateError, TrainingError
 
 COMMANDS = [
@@ -39,7 +40,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """The command line in this process: exit code, stdout, stderr."""
+    """The command line in this process: exit code, stdout, stderr without lines of progress."""
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
 
     def call(*args: object, code: int | None = None) -> tuple[int, str, str]:
@@ -47,6 +48,7 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
         with pytest.raises(SystemExit) as caught:
             run_command(commands.cli, [str(arg) for arg in args])
         out, err = capsys.readouterr()
+        err = re.sub(r"^\[\d+:\d\d\] .*\n", "", err, flags=re.M)  # progress, which has tests of its own
         found = int(caught.value.code or 0)
         assert code is None or found == code, (found, out, err)
         return found, out, err
@@ -75,6 +77,44 @@ def test_help_imports_nothing_heavy_and_is_quick() -> None:
         subprocess.run([sys.executable, "-m", "mha2gqa", "--help"], check=True, capture_output=True)
         times.append(seconds() - before)
     assert min(times) < 0.3, times
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "plan a",
+        "convert a b --groups 2",
+        "evaluate a --data b",
+        "uptrain a b --data c --tokens 9",
+        "run RECIPE",
+        "sweep RECIPE",
+        "verify a",
+        "bench a",
+        "demo",
+    ],
+)
+def test_something_is_said_before_anything_heavy_is_imported(command: str, tmp_path: Path) -> None:
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(
+        "source: a\noutput: b\nconvert: {groups: 2}\nevaluate: {data: c}\nsweep: {groups: [2]}\n"
+    )
+    code = (
+        "import os, sys\n"
+        "class Stop:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name in ('torch', 'transformers', 'numpy'): sys.stderr.flush(); os._exit(77)\n"
+        "sys.meta_path.insert(0, Stop())\n"
+        "from mha2gqa.cli.commands import main; main()"
+    )
+    args = command.replace("RECIPE", str(recipe)).split()
+    done = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (77, "")
+    assert done.stderr == f"[0:00] {args[0]}: starting\n"
+
+
+def test_quiet_shows_no_progress(tmp_path: Path, pico: Path) -> None:
+    args = [sys.executable, "-m", "mha2gqa", "plan", str(pico), "-q"]
+    assert subprocess.run(args, capture_output=True, text=True, check=True).stderr == ""
 
 
 def test_every_command_has_help(run: Run) -> None:
@@ -234,7 +274,7 @@ def test_exit_codes(
 )
 def test_unexpected_faults_are_one_line_too(args: list[str], variable: str, traceback: bool) -> None:
     code = (
-        "import click, mha2gqa.cli.commands as c; from mha2gqa.cli.tools import run_command\n"
+        "import click, mha2gqa.cli.commands as c; from mha2gqa.cli.exit_codes import run_command\n"
         "@c.cli.command()\n@c.common\ndef fail(): raise TypeError('two\\nlines')\n"
         f"run_command(c.cli, ['fail', *{args}])"
     )
@@ -312,7 +352,7 @@ def test_a_finished_command_leaves_its_process_group_and_a_failed_one_does_not_w
 
 def test_only_the_first_process_says_what_all_meet(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[float] = []
-    monkeypatch.setattr("mha2gqa.cli.tools.time.sleep", waited.append)
+    monkeypatch.setattr("mha2gqa.cli.exit_codes.time.sleep", waited.append)
     monkeypatch.setenv("RANK", "0")
     first = run("verify", "nowhere", "--json", code=1)
     assert first[2].startswith("error: nowhere: ") and not waited

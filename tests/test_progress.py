@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import pytest
 
 from mha2gqa import progress as module
-from mha2gqa.progress import Lines, Progress, current, duration, reporting
+from mha2gqa.progress import Callback, Lines, Progress, current, duration, reporting
 
 
 class Clock:
@@ -117,8 +117,8 @@ def test_parts_have_stages_of_their_own() -> None:
 
 
 def test_report_begins_a_stage_when_its_name_changes() -> None:
-    seen: list[tuple[str, int, int | None]] = []
-    with reporting(lambda *change: seen.append(change)) as progress:
+    seen: list[tuple[str, int, int]] = []
+    with reporting(Callback(lambda *change: seen.append(change))) as progress:
         current().report("reading", 1, 2)
         current().report("reading", 2, 2)
         current().report("writing", 0, 9)

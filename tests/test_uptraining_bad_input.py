@@ -17,7 +17,7 @@ from conftest import pico_llama, word_tokenizer
 from training import family, write_text
 
 from mha2gqa.cli import commands
-from mha2gqa.cli.tools import run_command
+from mha2gqa.cli.exit_codes import run_command
 from mha2gqa.errors import UsageError
 from mha2gqa.uptraining.run_dir import RunDirectory
 
@@ -100,7 +100,7 @@ def test_budget(error, words, message, tmp_path):
 )
 def test_words_that_cannot_be_meant(models, tmp_path, word, message):
     """Refused by name, where they were taken for the default, did nothing, or failed later with a traceback."""
-    from mha2gqa.cli.tools import training_words
+    from mha2gqa.cli.options import training_words
     from mha2gqa.uptraining import uptrain
 
     words = {"tokens": 256, "window": 16, "batch_tokens": 64, "device": "cpu"} | training_words([word])

@@ -11,26 +11,22 @@ import click
 
 from .. import __version__
 from ..config.sections import Method, Objective, Protocol, Train
-from .tools import (
+from .exit_codes import run_command
+from .options import (
     COUNT,
     GROUPS,
     NAMES,
     SIZE,
-    check_output,
     common,
-    emit,
     fit_words,
     given,
     given_once,
     option,
     options,
-    progress_bar,
-    progress_count,
-    progress_stages,
-    run_command,
     training_words,
-    write_json,
 )
+from .output import check_output, emit, write_json
+from .progress import shown_progress
 
 trust = option(
     "--trust-remote-code", is_flag=True, default=None, help="Run the model's own code (dangerous)."
@@ -79,9 +75,11 @@ def cli() -> None:
 @common
 def plan(source: str, **words: Any) -> None:
     """Say what converting SOURCE would give and need, reading no weights."""
-    from ..commands.estimate import plan as call
+    with shown_progress("plan"):
+        from ..commands.estimate import plan as call
 
-    emit(call(source, **given(words)))
+        result = call(source, **given(words))
+    emit(result)
 
 
 @cli.command()
@@ -123,12 +121,12 @@ def convert(source: str, out: str, **words: Any) -> None:
     if not words["calibration"]:  # which needs both here
         early = Checker()  # first of all: it loads transformers while this process loads torch and copies
         gc.set_threshold(10_000)  # hundreds of thousands of objects are imported, none of them garbage
-    with early as checker, progress_bar("convert") as progress, progress_stages() as stage:
+    with shown_progress("convert"), early as checker:
         from ..conversion.checkpoint import convert as call
         from ..reconstruct import ReconstructConfig
 
         words["fit"] = ReconstructConfig(**fit) if fit else None
-        result = call(source, out, groups, progress=progress, stage=stage, checker=checker, **given(words))
+        result = call(source, out, groups, checker=checker, **given(words))
     emit(result)
 
 
@@ -165,12 +163,12 @@ def evaluate(models: tuple[str, ...], data: tuple[str, ...], output: str | None,
     """Score models on the same held-out tokens: loss, perplexity, bits/byte, KV bytes."""
     limits = given({name: words.pop(name) for name in ("max_ppl_ratio", "min_agreement", "fail_if_worse")})
     check_output(output)
-    from ..evaluation import evaluate as call
-    from ..evaluation.gates import check_wanted, measure_gates, require
+    with shown_progress("evaluate"):
+        from ..evaluation import evaluate as call
+        from ..evaluation.gates import check_wanted, measure_gates, require
 
-    check_wanted(models, words["against"], **limits)
-    with progress_count("evaluate") as progress:
-        result = call(list(models), list(data), progress=progress, **given(words)).to_dict()
+        check_wanted(models, words["against"], **limits)
+        result = call(list(models), list(data), **given(words)).to_dict()
     gates = measure_gates(result["models"], **limits)
     result |= {"gates": gates} if gates else {}
     emit(result)
@@ -206,9 +204,11 @@ def evaluate(models: tuple[str, ...], data: tuple[str, ...], output: str | None,
 def uptrain(model: str, out: str, data: tuple[str, ...], overrides: tuple[str, ...], **words: Any) -> None:
     """Continue pretraining MODEL into OUT for a fraction of its original budget. Resumes by itself."""
     further = training_words(overrides)
-    from ..uptraining import uptrain as call
+    with shown_progress("uptrain"):
+        from ..uptraining import uptrain as call
 
-    emit(call(model, out, list(data), **given_once(given(words), further)))
+        result = call(model, out, list(data), **given_once(given(words), further))
+    emit(result)
 
 
 @cli.command()
@@ -219,9 +219,11 @@ def run(recipe: str, overrides: tuple[str, ...], dry_run: bool, force: bool | No
     from ..config import load_recipe
 
     loaded = load_recipe(recipe, overrides)
-    from ..commands.run_recipe import run as call
+    with shown_progress("run"):
+        from ..commands.run_recipe import run as call
 
-    emit(call(loaded, dry_run=dry_run, force=bool(force)))
+        result = call(loaded, dry_run=dry_run, force=bool(force))
+    emit(result)
 
 
 @cli.command()
@@ -232,9 +234,11 @@ def sweep(recipe: str, overrides: tuple[str, ...], dry_run: bool, force: bool | 
     from ..config import load_recipe
 
     loaded = load_recipe(recipe, overrides)
-    from ..commands.sweep import sweep as call
+    with shown_progress("sweep"):
+        from ..commands.sweep import sweep as call
 
-    emit(call(loaded, dry_run=dry_run, force=bool(force)))
+        result = call(loaded, dry_run=dry_run, force=bool(force))
+    emit(result)
 
 
 @cli.command()
@@ -245,10 +249,12 @@ def sweep(recipe: str, overrides: tuple[str, ...], dry_run: bool, force: bool | 
 def verify(out: str, **words: Any) -> None:
     """Check a converted folder OUT: keys, shapes, config, oracles. Exit 1 if a check fails."""
     from ..errors import CheckpointError
-    from ..verification.checks import failed
-    from ..verification.checks import verify as call
 
-    result = call(out, **words)
+    with shown_progress("verify"):
+        from ..verification.checks import failed
+        from ..verification.checks import verify as call
+
+        result = call(out, **words)
     emit(result)
     if broken := failed(result.checks):
         raise CheckpointError(f"check failed: {broken}", where=out, fix="convert again from the source")
@@ -274,9 +280,11 @@ def archs() -> None:
 @options(device, trust, common)
 def bench(models: tuple[str, ...], **words: Any) -> None:
     """Time cached decoding of models under the same conditions."""
-    from ..commands.bench import bench as call
+    with shown_progress("bench"):
+        from ..commands.bench import bench as call
 
-    emit(call(list(models), **given(words)))
+        result = call(list(models), **given(words))
+    emit(result)
 
 
 @cli.command()
@@ -288,9 +296,11 @@ def bench(models: tuple[str, ...], **words: Any) -> None:
 @common
 def push(folder: str, repo: str, **words: Any) -> None:
     """Upload a verified FOLDER to the Hub as ORG/NAME. Never done by any other command."""
-    from ..commands.push import push as call
+    with shown_progress("push"):
+        from ..commands.push import push as call
 
-    emit(call(folder, repo, **given(words)))
+        result = call(folder, repo, **given(words))
+    emit(result)
 
 
 @cli.command()
@@ -299,9 +309,11 @@ def push(folder: str, repo: str, **words: Any) -> None:
 @options(force, common)
 def demo(**words: Any) -> None:
     """The whole job on an embedded tiny model, offline, in about a minute."""
-    from ..commands.demo import demo as call
+    with shown_progress("demo"):
+        from ..commands.demo import demo as call
 
-    emit(call(**given(words)))
+        result = call(**given(words))
+    emit(result)
 
 
 @cli.command()

@@ -27,6 +27,7 @@ from ..calibration import (
 from ..checkpoints.loading import free_memory, load_model, load_tokenizer, resolve_device, weight_bytes
 from ..checkpoints.reader import Checkpoint
 from ..errors import UsageError
+from ..progress import Callback, Progress, reporting
 from ..reconstruct import LayerFit, ReconstructConfig, distill, reconstruct
 from .in_memory import assemble, plan_model
 from .inputs import Inputs, calibration_inputs, held_out_loss, split_held_out
@@ -332,6 +333,7 @@ def convert_model(
     seed: int = 0,
     as_: str = "auto",
     attention: Sequence[str] = ATTENTION,
+    progress: Progress | None = None,
     stage: Stage | None = None,
 ) -> Any:
     """Convert a model in memory; the given one stays as it is.
@@ -350,7 +352,8 @@ def convert_model(
         seed: For methods that draw numbers, and the order of blocks.
         as_: As `convert` takes it: which architecture the result is written in.
         attention: Kinds of decoder attention to share (`self`, `cross`), of those the model has.
-        stage: Called with the name of a stage, what is done of it, and how much there is.
+        progress: Whom to report to.
+        stage: The older form of `progress`: called with a stage, what is done of it, and how much there is.
 
     Returns:
         A working model with its own tensors, in eval mode: of the same class, of the stock class it is re-expressed as,
@@ -373,7 +376,7 @@ def convert_model(
         fit=fit or ReconstructConfig(),
         device=str(device),
         seed=seed,
-        stage=stage,
     )
     inputs = None if calibration is None else Inputs(calibration).to(device)
-    return convert_live(model, plan, inputs, options).model
+    with reporting(progress or (Callback(stage) if stage else None)):
+        return convert_live(model, plan, inputs, options).model

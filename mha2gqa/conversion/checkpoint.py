@@ -27,6 +27,7 @@ from ..checkpoints.writer import (
 )
 from ..errors import CheckpointError, UnsupportedModelError
 from ..modeling import modeling_file
+from ..progress import Callback, Progress, current, reporting
 from ..reconstruct import ReconstructConfig
 from ..results import Result
 from ..verification.background import Checker
@@ -36,6 +37,8 @@ from . import WINDOW, Calibrated, CalibrationOptions, Stage, calibrate, convert_
 from .in_memory import convert_state_dict
 from .plan import ATTENTION, Groupings, Plan, plan_conversion
 from .rewrite import ModuleConverter
+
+WRITING = "writing"  # the stage in which tensors go into files
 
 __all__ = ["ConvertResult", "convert", "convert_model", "convert_state_dict"]
 
@@ -95,7 +98,7 @@ def convert(
     revision: str | None = None,
     force: bool = False,
     trust_remote_code: bool = False,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | Callable[[int, int], None] | None = None,
     stage: Stage | None = None,
     checker: Checker | None = None,
 ) -> ConvertResult:
@@ -126,8 +129,9 @@ def convert(
         revision: Hub revision of SOURCE.
         force: Replace an OUT that an earlier run of ours made.
         trust_remote_code: Consent to code the source brings along, where calibration must run it.
-        progress: Called with `(bytes written, bytes in all)`.
-        stage: Called with the name of a calibration stage, what is done of it, and how much there is.
+        progress: Whom to report to. In an older form a function, called with `(bytes written, bytes in all)`.
+        stage: The other half of that: called with the name of another stage, what is done of it, and how much
+            there is.
         checker: What checks the result, if it has been started already.
 
     Returns:
@@ -170,12 +174,27 @@ def convert(
         device,
         seed,
         trust_remote_code,
-        stage,
     )
-    with written(seen, out, trust_remote_code) if calibration else nullcontext(seen) as checkpoint:
+    opened = written(seen, out, trust_remote_code) if calibration else nullcontext(seen)
+    with reporting(_listener(progress, stage)), opened as checkpoint:
         calibrated = calibrate(checkpoint, plan, options)
         job = _Job(str(source), original, seen, out, force, trust_remote_code)
-        return _publish(job, checkpoint, calibrated, max_shard_size, progress, checker)
+        return _publish(job, checkpoint, calibrated, max_shard_size, checker)
+
+
+def _listener(progress: Progress | Callable[[int, int], None] | None, stage: Stage | None) -> Progress | None:
+    """Whom to report to, also in the older form of two functions: one for writing, one for all else."""
+    if isinstance(progress, Progress) or (progress is None and stage is None):
+        return progress
+
+    def changed(name: str, done: int, total: int) -> None:
+        if name != WRITING:
+            if stage is not None:
+                stage(name, done, total)
+        elif progress is not None and done:
+            progress(done, total)
+
+    return Callback(changed)
 
 
 @dataclass(frozen=True)
@@ -204,7 +223,6 @@ def _publish(
     checkpoint: Checkpoint,
     calibrated: Calibrated,
     max_shard_size: int | None,
-    progress: Callable[[int, int], None] | None,
     checker: Checker | None,
 ) -> ConvertResult:
     """Stream the new checkpoint beside OUT, check it, and let it appear only if it holds."""
@@ -216,17 +234,18 @@ def _publish(
     }
     shards = plan_shards(checkpoint, new, [name for r in converters for name in r.removed], max_shard_size)
     total = sum(entry_nbytes(entry) for shard in shards for entry in shard.entries.values())
-    done = 0
+    progress, done = current(), 0  # not in `advance`: that is called in other threads
+    progress.stage(WRITING, total, "B")
 
     def advance(nbytes: int) -> None:
         nonlocal done
         done += nbytes
-        if progress:
-            progress(done, total)
+        progress.advance(done)
 
     with nullcontext(checker) if checker else Checker() as checking, publish(job.out, job.force) as folder:
         checking.expect(plan.config, plan.source)
         write_shards(checkpoint, shards, folder, advance)
+        progress.stage("checking")
         copy_side_files(job.original, folder)
         write_config(folder, plan)
         move_alignment_heads(folder, plan)

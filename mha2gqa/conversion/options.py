@@ -6,12 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from ..errors import UsageError
+from ..progress import current
 from ..reconstruct import ReconstructConfig
 from .plan import Plan
 
 CALIBRATED = ("joint", "align")  # methods that know which heads fit together, and use moments
 WINDOW = 512
 Stage = Callable[[str, int, int], None]
+UNITS = {"statistics": "blocks", "grouping": "layers", "fitting": "layers", "distilling": "steps"}
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,6 @@ class CalibrationOptions:
         device: Where the model runs.
         seed: Of the order of blocks.
         trust_remote_code: Consent to code that the source brings along.
-        stage: Called with the name of the stage, what is done of it and how much there is.
     """
 
     texts: tuple[str, ...] = ()
@@ -46,7 +47,6 @@ class CalibrationOptions:
     device: str = "auto"
     seed: int = 0
     trust_remote_code: bool = False
-    stage: Stage | None = None
 
     def __post_init__(self) -> None:
         for word, value, least in (("tokens", self.tokens, 1), ("window", self.window, 2)):
@@ -86,6 +86,5 @@ class CalibrationOptions:
         return self.grouping or ("search" if plan.method in CALIBRATED else "neighbours")
 
     def say(self, stage: str, done: int, total: int) -> None:
-        """Report progress, if anyone listens."""
-        if self.stage:
-            self.stage(stage, done, total)
+        """Report progress."""
+        current().report(stage, done, total, UNITS.get(stage, ""))

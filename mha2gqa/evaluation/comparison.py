@@ -7,7 +7,7 @@ import gc
 import hashlib
 import struct
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,12 +15,13 @@ import torch
 from ..checkpoints.loading import load_model
 from ..data import Prefetcher
 from ..errors import DataError, UsageError
+from ..progress import Callback, Progress, current, reporting
 from .agreement import attention_error
 from .batching import Batch, make_batches
 from .lm_eval import run_tasks
 from .metrics import Sources
 from .protocols import PROTOCOLS, Settings, Window
-from .result import EvaluateConfig, EvaluateResult, LoadedModel, Progress, Subject
+from .result import EvaluateConfig, EvaluateResult, LoadedModel, Subject
 from .scoring import Head, TokenScores, score_batches
 from .setup import Entry, Setup, prepare
 from .summary import summarise
@@ -28,6 +29,7 @@ from .summary import summarise
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+SCORING = "scoring "  # and the model's name: a stage
 ATTENTION_BATCHES = 2  # batches on which attention outputs are compared
 
 
@@ -35,7 +37,7 @@ def evaluate(
     models: Subject | Sequence[Subject],
     data: Any,
     *,
-    progress: Progress | None = None,
+    progress: Progress | Callable[[str, int], None] | None = None,
     **options: Any,
 ) -> EvaluateResult:
     """Score models on the same held-out text.
@@ -43,7 +45,7 @@ def evaluate(
     Args:
         models: One or several of folder, Hub id, `LoadedModel`; the first is the one to compare with.
         data: Paths, globs or Hub datasets (see `read_documents`), or a list of `Document`.
-        progress: Called with a model's name and its tokens scored so far, after every batch.
+        progress: Whom to report to. In an older form a function, called with a model's name and its tokens scored.
         **options: The other fields of `EvaluateConfig`.
 
     Returns:
@@ -62,16 +64,29 @@ def evaluate(
         config = EvaluateConfig(models, data, **options)
     except TypeError as error:
         raise UsageError(str(error).replace("EvaluateConfig.__init__()", "evaluate()")) from error
-    run = _Run(prepare(config), progress)
-    run.score_all()
-    return summarise(run.setup, run.sources, run.documents)
+    with reporting(_listener(progress)):
+        run = _Run(prepare(config))
+        run.score_all()
+        return summarise(run.setup, run.sources, run.documents)
+
+
+def _listener(progress: Progress | Callable[[str, int], None] | None) -> Progress | None:
+    """Whom to report to, also in the older form of a function."""
+    if progress is None or isinstance(progress, Progress):
+        return progress
+
+    def changed(stage: str, done: int, total: int) -> None:
+        if done:
+            progress(stage.removeprefix(SCORING), done)
+
+    return Callback(changed)
 
 
 class _Run:
     """The passes over the text of one call of `evaluate`."""
 
-    def __init__(self, setup: Setup, progress: Progress | None) -> None:
-        self.setup, self.progress = setup, progress
+    def __init__(self, setup: Setup) -> None:
+        self.setup, self.progress = setup, current()
         self.sources = Sources()
         self.documents = 0
 
@@ -79,6 +94,7 @@ class _Run:
         """Score every model; with a reference, each beside it."""
         reference = self.setup.reference
         others = [e for e in self.setup.entries if e is not reference]
+        self.progress.announce(*(f"{SCORING}{e.name}" for e in others or self.setup.entries))
         if reference is None or not others:
             for entry in self.setup.entries:
                 self._score(entry)
@@ -91,6 +107,7 @@ class _Run:
 
     def _score(self, entry: Entry, reference: Entry | None = None, other: Head | None = None) -> None:
         """One pass over the text; fills the sums of `entry`, and of `reference` if it has none yet."""
+        self.progress.stage(f"{SCORING}{entry.name}", self._expected(), "tokens")
         with self._opened(entry) as model:
             self._run_tasks(entry, model)
             head = Head(model)
@@ -108,6 +125,11 @@ class _Run:
                     reference.tally.sha256 = entry.tally.sha256
                     reference.tally.seconds = entry.tally.seconds
 
+    def _expected(self) -> int | None:
+        """How many tokens a pass will score, where a model with the same tokenizer has been scored."""
+        known = [e.tally.tokens for e in self.setup.entries if e.tally.sha256]
+        return known[0] if known and self.setup.same_tokenizer else None
+
     def _add_up(
         self, entry: Entry, scored: Iterator[tuple[Batch, TokenScores]], reference: Entry | None
     ) -> list[Batch]:
@@ -123,8 +145,7 @@ class _Run:
                     reference.tally.add(batch, scores.reference_nll.numpy())
                 if len(first) < ATTENTION_BATCHES:
                     first.append(batch)
-            if self.progress is not None:
-                self.progress(entry.name, entry.tally.tokens)
+            self.progress.advance(entry.tally.tokens)
         entry.tally.seconds = time.perf_counter() - began
         return first
 

@@ -150,6 +150,17 @@ def _key_matrix(spec: AttentionSpec, count: int, head_dim: int, rotary: int) -> 
     return out
 
 
+def _scaled_through_gains(weights: AttentionWeights) -> AttentionWeights:
+    """A key's amplitude moved into its queries through the gains of full-width norms."""
+    amplitude = 2 ** (2 * torch.rand(weights.num_kv_heads, 1) - 1)
+    undo = _per_query(1 / amplitude, weights)
+    return replace(
+        weights,
+        kv_extras={n: x * amplitude if n.startswith("k_norm") else x for n, x in weights.kv_extras.items()},
+        query_extras={n: x * undo if n.startswith("q_norm") else x for n, x in weights.query_extras.items()},
+    )
+
+
 def equal_gains_in_planes(config: dict[str, Any], tensors: Tensors) -> Tensors:
     """Norm weights of q and k with one gain per plane, as `plane_rotations` and `phases` presuppose."""
     spec, out = find_spec(config), dict(tensors)
@@ -196,6 +207,8 @@ def transformed(config: dict[str, Any], tensors: Tensors, permute: bool = True) 
                 v_bias=_turn(weights.v_bias, matrix),
                 o=torch.einsum("hDe,hef->hDf", weights.o, inverse),
             )
+        if spec.key_symmetry == "phases":
+            weights = _scaled_through_gains(weights)
         if permute and spec.permutable != "never":
             order = torch.randperm(count).tolist()
             if spec.permutable == "model":
@@ -340,7 +353,21 @@ def prove_forward(pico: Pico) -> None:
     if pico.model_type not in NO_CACHE + NO_GENERATE:
         cached, uncached = (decode(small, ids, use_cache) for use_cache in (True, False))
         assert torch.equal(cached, uncached), "cached decoding"
+    prove_identical(pico, ids)
     prove_joint(pico, ids)
+
+
+def prove_identical(pico: Pico, ids: torch.Tensor) -> None:
+    """Heads that are identical inside each group merge without loss, whatever the gains of norms are."""
+    config, new_config = read_config(pico.source), read_config(pico.out)
+    few = read_tensors(pico.out)
+    right = outputs(pico.load("pooled", new_config, few), ids)
+    copies = expanded(config, read_tensors(pico.source), new_config, few)
+    for method in ("joint", "align"):
+        made = outputs(
+            pico.load(method + "-identical", new_config, merged(config, copies, pico.groups, method)), ids
+        )
+        assert difference(made, right) < 1e-4, method
 
 
 def prove_joint(pico: Pico, ids: torch.Tensor) -> None:

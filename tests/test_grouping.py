@@ -14,7 +14,7 @@ from mha2gqa.errors import UsageError
 from mha2gqa.heads import AttentionWeights
 from mha2gqa.merging import MergeContext
 from mha2gqa.merging.grouping import canonical, evaluations, read_groupings, search
-from mha2gqa.merging.objective import merge_objective
+from mha2gqa.merging.setup import merge_objective
 
 
 def partitions(left: tuple[int, ...], size: int):
@@ -72,7 +72,7 @@ def test_search_never_loses_to_the_neighbours_and_is_deterministic() -> None:
         pairs = p.pairs().numpy()
         found = search(pairs, p.cost, 3)
         assert found == search(pairs.copy(), p.cost, 3)
-        assert p.residual(found) <= p.residual(((0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11)))
+        assert p.relative_error(found) <= p.relative_error(((0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11)))
         assert sorted(h for g in found for h in g) == list(range(12))
 
 

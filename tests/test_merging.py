@@ -12,7 +12,7 @@ from mha2gqa.architectures import AttentionSpec
 from mha2gqa.calibration import SecondMoments
 from mha2gqa.heads import AttentionWeights, expand, neighbours, query_order, rotary_pair_index
 from mha2gqa.merging import MERGERS, MergeContext
-from mha2gqa.merging.objective import merge_objective
+from mha2gqa.merging.setup import merge_objective
 
 D, T = 24, 11
 GROUPING = ((0, 4), (1, 3), (2, 5))
@@ -168,7 +168,7 @@ def test_symmetric_copies_merge_without_loss(name: str, method: str) -> None:
     context = MergeContext(spec, rotary, gains=gains)
     merged = MERGERS[method](w, GROUPING, context)
     assert merged.weights.k.shape[0] == 3
-    assert merged.residual is not None and merged.residual < 1e-10
+    assert merged.relative_error is not None and merged.relative_error < 1e-10
     assert error(w, merged.weights, spec, rotary, gains) < 1e-9
     single = MERGERS[method](w.map(lambda x: x.float()), GROUPING, context)
     back = single.weights.map(lambda x: x.double())
@@ -192,10 +192,66 @@ def test_full_width_norm_keeps_symmetric_copies() -> None:
         limit = 1e-9 if method == "joint" else 1.0  # align has no amplitudes
         assert error(w, merged.weights, spec, 8) < limit
         assert merged.weights.kv_extras["k_norm.weight"].shape == (3, 8)
-    # gains that differ inside a plane: only the norm's statistic is approximate
-    jitter = 1 + 0.1 * torch.randn(6, 8, generator=gen, dtype=torch.float64)
-    rough = replace(w, query_extras={"q_norm.weight": q_gain * jitter})
-    assert error(rough, MERGERS["joint"](rough, GROUPING, MergeContext(spec, 8)).weights, spec, 8) < 0.02
+
+
+def full_norm_weights(**sizes: int) -> AttentionWeights:
+    """Heads behind full-width norms whose gains differ in every dim, some of them negative."""
+    w = random_weights(**sizes)
+    gen = torch.Generator().manual_seed(3)
+
+    def gains(x: Tensor) -> Tensor:
+        sign = torch.where(torch.rand(x.shape[:2], generator=gen) < 0.2, -1.0, 1.0)
+        return (torch.rand(x.shape[:2], generator=gen, dtype=torch.float64) + 0.5) * sign
+
+    return replace(w, kv_extras={"k_norm.weight": gains(w.k)}, query_extras={"q_norm.weight": gains(w.q)})
+
+
+def turn_pairs(x: Tensor, scalar: Tensor) -> Tensor:
+    """Rotary pairs (half-split, 8 dims) of `[heads, 8, …]` times complex scalars `[heads, 4]`."""
+    turned = torch.complex(x[:, :4], x[:, 4:]) * scalar.view(*scalar.shape, *[1] * (x.dim() - 2))
+    return torch.cat([turned.real, turned.imag], 1)
+
+
+@pytest.mark.parametrize("queries", [1, 2])
+@pytest.mark.parametrize("method", ["joint", "align"])
+def test_full_width_norm_keeps_identical_heads(method: str, queries: int) -> None:
+    spec, w = AttentionSpec(key_symmetry="phases"), full_norm_weights(queries=queries)
+    for group in GROUPING:
+        for h in group[1:]:
+            for x in (w.k, w.v, w.kv_extras["k_norm.weight"]):
+                x[h] = x[group[0]]
+    merged = MERGERS[method](w, GROUPING, MergeContext(spec, 8))
+    assert merged.relative_error is not None and merged.relative_error < 1e-10
+    assert error(w, merged.weights, spec, 8) < 1e-9
+
+
+def test_full_width_norm_keeps_copies_whose_key_gains_differ_inside_a_pair() -> None:
+    """Effective keys that are complex multiples of each other, each behind gains of its own.
+
+    The norm reads the rows without their gains, so the members' statistics differ; their mean is a quadratic
+    form of the shared key that two gains and a common turn represent. Queries turn along for nothing where
+    their own two gains are equal.
+    """
+    spec, w = AttentionSpec(key_symmetry="phases"), full_norm_weights()
+    gen = torch.Generator().manual_seed(4)
+    k_gain, q_gain = w.kv_extras["k_norm.weight"], w.query_extras["q_norm.weight"]
+    q_gain[:, 4:] = q_gain[:, :4]
+    for first, *others in GROUPING:
+        for h in others:
+            size = torch.rand(1, 4, generator=gen, dtype=torch.float64) + 0.5
+            angle = 6.28 * torch.rand(1, 4, generator=gen, dtype=torch.float64)
+            effective = turn_pairs((k_gain[first, :, None] * w.k[first])[None], torch.polar(size, angle))[0]
+            w.k[h], w.v[h] = effective / k_gain[h, :, None], w.v[first]
+    merged = MERGERS["joint"](w, GROUPING, MergeContext(spec, 8))
+    assert error(w, merged.weights, spec, 8) < 1e-9
+    assert error(w, MERGERS["mean"](w, GROUPING, MergeContext(spec, 8)).weights, spec, 8) > 0.05
+
+
+def test_full_width_norm_is_right_in_the_mean_where_no_turn_is_exact() -> None:
+    spec, w = AttentionSpec(key_symmetry="phases"), full_norm_weights()
+    merged = MERGERS["joint"](w, GROUPING, MergeContext(spec, 8)).weights
+    for source, made, gains in ((w.q, merged.q, "q_norm"), (w.k, merged.k, "k_norm")):
+        assert float(made.square().mean()) == pytest.approx(float(source.square().mean()), rel=1e-9), gains
 
 
 @pytest.mark.parametrize("method", ["joint", "align", "mean", "first"])
@@ -252,7 +308,7 @@ def polar(x: Tensor) -> Tensor:
 def test_procrustes_rotations_reach_the_optimum(group: tuple[int, ...]) -> None:
     """No turn of one member helps any more, and patient turning of all at once gets no further."""
     w = random_weights()
-    objective = merge_objective(w, MergeContext(AttentionSpec(), 8), "rigid").values
+    objective = merge_objective(w, MergeContext(AttentionSpec(), 8), "orthogonal").values
     gram = torch.einsum("hin,gjn->higj", w.v[list(group)], w.v[list(group)])
     turn = polar(gram[0].transpose(0, 1))
     for _ in range(3000):
@@ -302,7 +358,7 @@ def test_dead_heads_do_no_harm(part: str, name: str) -> None:
             merged = MERGERS[method](w, neighbours(6, groups), MergeContext(spec, rotary))
             tensors = [merged.weights.q, merged.weights.k, merged.weights.v, merged.weights.o]
             assert all(bool(x.isfinite().all()) for x in tensors)
-            assert merged.residual is not None and merged.residual == merged.residual
+            assert merged.relative_error is not None and merged.relative_error == merged.relative_error
     lossless = MERGERS["joint"](w, ((0, 1), (2, 4), (3, 5)), MergeContext(spec, rotary)).weights
     if part == "everything" and spec == AttentionSpec():
         assert error(w, lossless, spec, rotary) < 1e-9
@@ -320,7 +376,7 @@ def test_singular_moments_do_no_harm(rank: int, name: str) -> None:
     w = symmetric_copies(random_weights(**sizes), spec, rotary)
     context = MergeContext(spec, rotary, SecondMoments(moment, moment, None, rank))
     merged = MERGERS["joint"](w, GROUPING, context)
-    assert merged.residual is not None and merged.residual < 1e-6
+    assert merged.relative_error is not None and merged.relative_error < 1e-6
     if rank:
         assert error(w, merged.weights, spec, rotary) < 1e-6
     for method in ("joint", "align"):
@@ -328,7 +384,7 @@ def test_singular_moments_do_no_harm(rank: int, name: str) -> None:
             other = MERGERS[method](random_weights(**sizes), neighbours(6, groups), context)
             tensors = [getattr(other.weights, part) for part in ("q", "k", "v", "o")]
             assert all(bool(x.isfinite().all()) for x in tensors)
-            assert other.residual is not None and 0 <= other.residual <= 1.001
+            assert other.relative_error is not None and 0 <= other.relative_error <= 1.001
 
 
 def test_constant_keys_stay_invisible() -> None:

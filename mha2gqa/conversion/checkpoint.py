@@ -55,7 +55,7 @@ class ConvertResult(Result):
         reexpression: `{"source_type": …, "target_type": …}` where the result has another architecture than
             the source; empty where it has the same.
         attention: Kinds of decoder attention whose heads are shared.
-        layers: Per attention module: path, grouping, residual, norm ratios, notes.
+        layers: Per attention module: path, grouping, relative error, norm ratios, notes.
         verification: The checks made on the finished folder.
         warnings: What the user should know.
         calibration: Text, tokens, losses on held-out calibration text, seconds per stage; empty without.

@@ -67,7 +67,7 @@ def merge_module(
     """
     weights = heads.split(plan.spec, module.geometry, tensors)
     if module.unchanged:
-        return dict(tensors), Merged(weights, residual=0.0)
+        return dict(tensors), Merged(weights, relative_error=0.0)
     merged = MERGERS[plan.method](weights, module.grouping, context)
     return heads.unsplit(plan.spec, merged.weights), merged
 
@@ -199,7 +199,8 @@ def layer_report(
         "kind": module.module.kind,
         "grouping": [list(group) for group in module.grouping],
         "regrouped": module.reordered,
-        "residual": merged.residual,
+        "relative_error": merged.relative_error,
+        "residual": merged.relative_error,  # its name before
         "norm_ratio": {name: round(value, 4) for name, value in ratio.items()},
         "notes": list(merged.notes),
     }

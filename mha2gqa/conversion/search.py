@@ -15,7 +15,8 @@ from .. import heads
 from ..calibration import Statistics
 from ..checkpoints.loading import resolve_device
 from ..merging.grouping import evaluations, read_groupings, search
-from ..merging.objective import MergeObjective, merge_objective
+from ..merging.objective import MergeObjective
+from ..merging.setup import merge_objective
 from .options import CalibrationOptions
 from .plan import Groupings, ModulePlan, Plan
 from .rewrite import check_finite, merge_context
@@ -73,9 +74,10 @@ def _searched(
             search_later(members)
         for done, job in enumerate(jobs):
             options.say("grouping", done, len(jobs))
-            best, residuals = job.result()
-            for path, residual in residuals.items():
-                found[path], facts[path] = best, {"residual_neighbours": residual}
+            best, errors = job.result()
+            for path, error in errors.items():
+                found[path] = best
+                facts[path] = {"relative_error_neighbours": error, "residual_neighbours": error}
     return found, facts
 
 
@@ -100,7 +102,7 @@ def _objective(
     check_finite(module, tensors)
     weights = heads.split(plan.spec, module.geometry, tensors)
     context = merge_context(plan, module, tensors, statistics)
-    return merge_objective(weights, context, "full" if plan.method == "joint" else "rigid")
+    return merge_objective(weights, context, "full" if plan.method == "joint" else "orthogonal")
 
 
 def _search(method: str, members: list[tuple[ModulePlan, MergeObjective]], seed: int) -> Found:
@@ -119,5 +121,7 @@ def _search(method: str, members: list[tuple[ModulePlan, MergeObjective]], seed:
         return known[group]
 
     best = search(pairs, lambda group: sum(costs(group)), groups, budget=budget, seed=seed)
-    each = [sum(lost) / 2 for lost in zip(*map(costs, module.grouping), strict=True)]  # see Sharing.residual
+    each = [
+        sum(lost) / 2 for lost in zip(*map(costs, module.grouping), strict=True)
+    ]  # see MergeObjective.relative_error
     return best, {member.module.path: lost for (member, _), lost in zip(members, each, strict=True)}

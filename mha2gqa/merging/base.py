@@ -41,13 +41,13 @@ class Merged:
 
     Args:
         weights: G key/value heads; query heads re-ordered so that each group's are contiguous.
-        residual: Share of the layer's key and value energy the shared heads cannot express, in the
+        relative_error: Share of the layer's key and value energy the shared heads cannot express, in the
             method's own metric; None for methods that do not measure it.
         notes: What was not done and why (a symmetry that does not hold here, …).
     """
 
     weights: AttentionWeights
-    residual: float | None = None
+    relative_error: float | None = None
     notes: tuple[str, ...] = ()
 
 

@@ -131,7 +131,7 @@ def _plots(report: Report) -> str:
         (
             "Residual of the merge",
             plots.residuals_svg(layer_series(report.layers)),
-            "Relative residual of keys and values after merging; 0 would be lossless.",
+            "Relative error of keys and values after merging; 0 would be lossless.",
         ),
         (
             "Which heads share",
@@ -148,12 +148,13 @@ def _plots(report: Report) -> str:
 
 
 def layer_series(layers: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[int, float]]]:
-    """Every numeric field of `layers[]` whose name speaks of a residual, as `(layer, value)` points."""
+    """Every relative error in `layers[]` (`residual` in older files), as `(layer, value)` points."""
     series: dict[str, list[tuple[int, float]]] = {}
     for i, layer in enumerate(layers):
         for key, value in layer.items():
-            if "residual" in key and _number(value):
-                points = series.setdefault(key.replace("_", " "), [])
+            name = key.replace("residual", "relative_error")
+            if "relative_error" in name and (name == key or name not in layer) and _number(value):
+                points = series.setdefault(name.replace("_", " "), [])
                 points.append((int(layer.get("layer", i)), float(value)))
     return series
 

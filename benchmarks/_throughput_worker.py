@@ -25,10 +25,11 @@ from transformers import (
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from mha2gqa.uptraining import liger, train_model
-from mha2gqa.uptraining.distillation import Teacher
-from mha2gqa.uptraining.guard import Interrupted, SpikeGuard, flops_per_token, peak_flops
-from mha2gqa.uptraining.trainer import training_flops
+from mha2gqa.uptraining import loss, train_model
+from mha2gqa.uptraining.guard import SpikeGuard
+from mha2gqa.uptraining.interruption import Interrupted
+from mha2gqa.uptraining.teacher import Teacher
+from mha2gqa.uptraining.throughput import flops_per_token, peak_flops, training_flops
 
 SHAPES: dict[str, dict[str, Any]] = {
     "1b": {
@@ -109,13 +110,13 @@ def ours(args: argparse.Namespace, student: Any, teacher: Any, blocks: Tensor) -
 
 def count_calls(calls: list[int]) -> None:
     """Note every loss that Liger's fused kernel computes (distillation has its own)."""
-    fused = liger.liger_cross_entropy
+    fused = loss.liger_cross_entropy
 
     def counted(*words: Any) -> Any:
         calls.append(1)
         return fused(*words)
 
-    liger.liger_cross_entropy = counted
+    loss.liger_cross_entropy = counted
 
 
 def stop_after(step: int) -> None:

@@ -15,7 +15,7 @@ from conftest import pico_llama
 from training import TINY
 
 from mha2gqa.errors import TrainingError
-from mha2gqa.uptraining import inmemory, run, train_model, trainer, uptrain
+from mha2gqa.uptraining import run, train_model, trainer, uptrain
 from mha2gqa.uptraining.guard import SpikeGuard
 from mha2gqa.uptraining.trainer import UptrainTrainer
 
@@ -47,7 +47,7 @@ def pretend_gpus() -> None:
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
         return arguments
 
-    run.build_arguments = inmemory.build_arguments = built
+    run.build_arguments = built
 
 
 def killed_at(step: int) -> Any:

@@ -15,7 +15,7 @@ from training import TINY, family, write_text
 from mha2gqa.checkpoints.reader import open_checkpoint
 from mha2gqa.errors import CheckpointError, DataError, TrainingError, UnsupportedModelError, UsageError
 from mha2gqa.uptraining import train_model, uptrain
-from mha2gqa.uptraining.isolation import isolates_documents, require_isolation
+from mha2gqa.uptraining.model_prep import isolates_documents, require_isolation
 from mha2gqa.uptraining.publish import named_as_stored
 from mha2gqa.uptraining.run_dir import RunDirectory
 

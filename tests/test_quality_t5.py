@@ -17,7 +17,7 @@ import tables
 
 from mha2gqa.checkpoints.loading import load_model
 from mha2gqa.evaluation import evaluate
-from mha2gqa.uptraining.guard import forward_flops
+from mha2gqa.uptraining.throughput import forward_flops
 
 
 def test_rows_of_a_pico_t5(tmp_path: Path) -> None:

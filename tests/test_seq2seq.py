@@ -19,9 +19,9 @@ from mha2gqa.data import span_corruption, token_blocks
 from mha2gqa.errors import DataError, UsageError
 from mha2gqa.evaluation import LoadedModel, evaluate
 from mha2gqa.uptraining import UptrainConfig, train_model, uptrain
-from mha2gqa.uptraining.batches import BlockOrder
+from mha2gqa.uptraining.batches import BlockOrder, SpanCollator
 from mha2gqa.uptraining.budget import learning_rate_factor
-from mha2gqa.uptraining.objectives import SpanCollator, choose_objective, choose_window
+from mha2gqa.uptraining.prepare import choose_objective, choose_window
 
 WINDOW = 30
 
@@ -239,7 +239,7 @@ def test_models_in_memory_are_scored_too(tmp_path: Path, data: Path) -> None:
 def test_dropout_is_off_while_uptraining_unless_asked_for() -> None:
     from torch import nn
 
-    from mha2gqa.uptraining.dropout import set_dropout
+    from mha2gqa.uptraining.model_prep import set_dropout
 
     for name in ("t5", "bart", "gpt2", "opt", "bloom", "mpt"):
         model = stock_model(name)

@@ -13,11 +13,11 @@ from safetensors.torch import load_file
 from training import TINY, family, write_text
 
 from mha2gqa.errors import CheckpointError, UsageError
-from mha2gqa.uptraining import losses as L
-from mha2gqa.uptraining import teacher_cache, teaching, uptrain
+from mha2gqa.uptraining import loss as L
+from mha2gqa.uptraining import teacher_cache, uptrain
 from mha2gqa.uptraining.batches import Collator
-from mha2gqa.uptraining.distillation import Teacher
 from mha2gqa.uptraining.guard import SpikeGuard
+from mha2gqa.uptraining.teacher import Teacher
 
 RUN = {**TINY, "tokens": 64 * 6, "learning_rate": 3e-3, "save_steps": 2}
 
@@ -119,7 +119,7 @@ def test_the_whole_vocabulary_trains_like_the_teacher_itself(models, tmp_path):
 
 
 def test_a_second_run_needs_no_teacher(models, cached, tmp_path, monkeypatch):
-    monkeypatch.setattr(teaching, "load_teacher", no_teacher)
+    monkeypatch.setattr(teacher_cache, "load_teacher", no_teacher)
     options = {"teacher_top_k": 8, "teacher_cache": str(cached[1])}
     again = uptrain(*run(models, tmp_path), **options, **RUN)
     assert again.teacher_cache["computed"] == 0 and again.teacher_cache["flops"] == 0
@@ -183,7 +183,7 @@ def test_killed_and_resumed(models, cached, tmp_path, monkeypatch):
         patch.setattr(SpikeGuard, "accept", killing)
         with pytest.raises(Killed):
             uptrain(*run(models, tmp_path), teacher_top_k=8, **RUN)
-    monkeypatch.setattr(teaching, "load_teacher", no_teacher)
+    monkeypatch.setattr(teacher_cache, "load_teacher", no_teacher)
     assert uptrain(*run(models, tmp_path), teacher_top_k=8, **RUN).resumed_from == 4
     assert equal(tmp_path / "up", cached[0])
 

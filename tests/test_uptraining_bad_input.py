@@ -267,7 +267,7 @@ def test_a_run_that_another_process_is_at(models, error, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "place", ["mha2gqa.uptraining.teaching.load_model", "mha2gqa.uptraining.session.UptrainTrainer"]
+    "place", ["mha2gqa.uptraining.teacher.load_model", "mha2gqa.uptraining.train.UptrainTrainer"]
 )
 def test_too_little_memory_before_the_first_step(error, monkeypatch, place):
     """The original, or the student's way to the device."""

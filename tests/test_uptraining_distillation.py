@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from conftest import pico_llama
 
-from mha2gqa.uptraining import losses as D
-from mha2gqa.uptraining.distillation import find_head
+from mha2gqa.uptraining import loss as D
+from mha2gqa.uptraining.teacher import find_head
 
 
 def naive(z, labels, teacher, temperature, ce_weight):
@@ -212,17 +212,17 @@ def test_liger_is_left_out_where_it_cannot_say_it(liger):
 
 def test_ligers_own_loss_stays_off(monkeypatch, tmp_path):
     from mha2gqa.errors import UsageError
-    from mha2gqa.uptraining import liger
+    from mha2gqa.uptraining import model_prep
     from mha2gqa.uptraining.arguments import build_arguments
     from mha2gqa.uptraining.budget import UptrainConfig, plan_budget
 
     words = {"use_liger_kernel": True, "liger_kernel_config": {"rope": False}}
     config = UptrainConfig("m", "o", ("d",), tokens=64, batch_tokens=64, device="cpu", training_args=words)
     budget = plan_budget(config, window=16)
-    monkeypatch.setattr(liger, "find_spec", lambda name: None)
+    monkeypatch.setattr(model_prep, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match="use_liger_kernel: needs the package liger-kernel"):
         build_arguments(config, budget, tmp_path, 32, False)
-    monkeypatch.setattr(liger, "find_spec", lambda name: name)
+    monkeypatch.setattr(model_prep, "find_spec", lambda name: name)
     args = build_arguments(config, budget, tmp_path, 32, False)
     assert args.liger_kernel_config == {
         "rope": False,
@@ -235,7 +235,7 @@ def test_ligers_kernels_leave_with_the_run():
     """They would stop a merge or a check of the same class on a CPU."""
     from transformers.models.llama import modeling_llama
 
-    from mha2gqa.uptraining.liger import liger_withdrawn
+    from mha2gqa.uptraining.model_prep import liger_withdrawn
 
     def forward(self, x):
         raise AssertionError("a kernel on a CPU")

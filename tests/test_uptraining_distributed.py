@@ -18,7 +18,7 @@ from training import family
 
 from mha2gqa.errors import TrainingError
 from mha2gqa.uptraining import uptrain
-from mha2gqa.uptraining.sharding import lost_processes
+from mha2gqa.uptraining.distributed_training import lost_processes
 
 
 def worker(mode: str, folder: Path) -> dict:

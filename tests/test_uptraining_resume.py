@@ -20,7 +20,8 @@ from training import TINY, family, write_text
 from mha2gqa.errors import CheckpointError, UsageError
 from mha2gqa.uptraining import trainer as trainer_module
 from mha2gqa.uptraining import uptrain
-from mha2gqa.uptraining.guard import Interrupted, SpikeGuard
+from mha2gqa.uptraining.guard import SpikeGuard
+from mha2gqa.uptraining.interruption import Interrupted
 from mha2gqa.uptraining.run_dir import RunDirectory, file_fingerprint
 
 STEPS = 10
@@ -272,7 +273,7 @@ def test_output_of_another_run_is_not_touched(models, straight, tmp_path):
 
 
 def test_zero_shards_are_not_dealt_out_anew(tmp_path):
-    from mha2gqa.uptraining.sharding import check_zero_shards
+    from mha2gqa.uptraining.distributed_training import check_zero_shards
 
     folder = tmp_path / "checkpoint-4"
     check_zero_shards(folder, 0)

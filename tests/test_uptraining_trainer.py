@@ -23,7 +23,7 @@ from mha2gqa.uptraining.batches import (
 )
 from mha2gqa.uptraining.budget import learning_rate_factor
 from mha2gqa.uptraining.guard import SpikeGuard
-from mha2gqa.uptraining.stream import unpacked
+from mha2gqa.uptraining.model_prep import unpacked
 from mha2gqa.uptraining.trainer import UptrainTrainer
 
 BLOCKS = torch.randint(0, 64, (24, 17), generator=torch.Generator().manual_seed(0))

@@ -113,7 +113,7 @@ def rehearse_budget(recipe: Recipe, source: str, alpha: float | None = None) -> 
     Raises:
         UsageError: It cannot be meant, or rounds to no step.
     """
-    from ..uptraining.objectives import choose_window
+    from ..uptraining.prepare import choose_window
     from .describe import read_config
 
     assert recipe.uptrain is not None

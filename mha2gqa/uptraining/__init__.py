@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any
 from .budget import Budget, UptrainConfig, plan_budget
 
 if TYPE_CHECKING:
-    from .inmemory import train_model
     from .result import UptrainResult
-    from .run import run_uptrain, uptrain
+    from .run import run_uptrain, train_model, uptrain
 
 __all__ = ["Budget", "UptrainConfig", "UptrainResult", "plan_budget", "run_uptrain", "train_model", "uptrain"]
 
-_HOMES = {"train_model": "inmemory", "UptrainResult": "result", "run_uptrain": "run", "uptrain": "run"}
+_HOMES = {"train_model": "run", "UptrainResult": "result", "run_uptrain": "run", "uptrain": "run"}
 
 
 def __getattr__(name: str) -> Any:

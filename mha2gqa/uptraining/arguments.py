@@ -19,7 +19,7 @@ from ..config.coerce import coerce
 from ..distributed import is_launched, world_size
 from ..errors import UsageError
 from .budget import Budget, UptrainConfig, default_learning_rate
-from .liger import OWN_LOSS, require_liger
+from .model_prep import OWN_LOSS, require_liger
 from .words import OWNED, check_together, check_word
 
 MICRO_BATCH_TOKENS = {"cpu": 4096, "default": 16_384}

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
-from ..data import cut
+from ..data import SpanCorruption, cut
 from ..errors import DataError
-from .losses import IGNORE_INDEX
+from .loss import IGNORE_INDEX
 from .run_dir import cleanup_on_error
 
 Blocks = np.ndarray | Tensor  # integer ids [N, T + 1]
@@ -81,6 +81,34 @@ class Collator:
         if self.eos is not None:
             batch["position_ids"] = restarted_positions(batch["input_ids"], self.eos)
         return batch
+
+
+@dataclass(frozen=True)
+class SpanCollator:
+    """Turns blocks `[B, L + 1]` into encoder ids, decoder ids and labels; the last column is not used.
+
+    Args:
+        corruption: Of blocks of L tokens.
+    """
+
+    corruption: SpanCorruption
+    counts_labels = True  # a block of L tokens has fewer targets
+
+    def __call__(self, blocks: Any, keys: Any = None) -> Batch:
+        """Make the batch.
+
+        Args:
+            blocks: Ids `[B, L + 1]`, or a list of such rows.
+            keys: What decides the noise of each block, `[B]`: its number in the run, so that each pass
+                over the data takes other spans out. None: the block's own ids.
+        """
+        ids = np.asarray(np.stack(blocks) if isinstance(blocks, list) else blocks, dtype=np.int64)[:, :-1]
+        if keys is None:
+            keys = (ids * np.arange(1, ids.shape[1] + 1)).sum(1)
+        encoder, targets = self.corruption(ids, keys)
+        decoder = self.corruption.decoder_inputs(targets)
+        rows = {"input_ids": encoder, "decoder_input_ids": decoder, "labels": targets}
+        return {name: torch.from_numpy(x) for name, x in rows.items()}
 
 
 class Cached(Protocol):

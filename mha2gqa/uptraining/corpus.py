@@ -18,8 +18,7 @@ from ..distributed import is_rank_zero
 from ..errors import DataError, UsageError
 from .batches import BlockOrder, Blocks, BlockStream, Collate, Collator, Mixture, save_blocks, share_out
 from .budget import Budget, UptrainConfig
-from .run_dir import write_json
-from .sources import check_sources
+from .run_dir import check_sources, write_json
 
 SHUFFLED_BYTES = 4 << 30  # text held in memory to be shuffled; beyond it only the beginning is used
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from ..results import Result
 from .budget import Budget, UptrainConfig
-from .session import TrainingRun
+from .train import TrainingRun
 
 
 @dataclass

@@ -3,33 +3,42 @@
 from __future__ import annotations
 
 import logging
+import tempfile
 import time
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..checkpoints.loading import load_config_json, load_model, load_tokenizer, stored_dtype, text_config
+from ..checkpoints.loading import (
+    load_config_json,
+    load_model,
+    load_tokenizer,
+    resolve_device,
+    stored_dtype,
+    text_config,
+)
 from ..checkpoints.reader import MANIFEST, Checkpoint, open_checkpoint, read_json
 from ..checkpoints.writer import check_output
 from ..distributed import is_rank_zero
 from ..errors import UsageError
 from .adapters import add_adapter, merge_adapter, train_attention_only, train_text_only
 from .arguments import build_arguments, check_training_args
+from .batches import BlockOrder, Blocks, Collate, Collator
 from .budget import Budget, UptrainConfig, plan_budget
-from .corpus import load_corpus
-from .distillation import check_tokenizers
-from .isolation import require_isolation
-from .objectives import choose_objective, choose_window, make_collator
+from .corpus import Corpus, load_corpus
+from .distributed_training import lost_processes, whole_models
+from .model_prep import require_isolation
+from .prepare import check_taught, choose_objective, choose_window, make_collator
 from .publish import manifest_with, publish_trained
 from .qlora import add_quantised_adapter, merge_quantised, require_bitsandbytes
 from .result import UptrainResult, summarise
 from .run_dir import TEACHER, RunDirectory, changed_keys, checkpoint_fingerprint, recipe_keys
-from .session import TrainingRun, train
-from .sharding import lost_processes, whole_models
-from .teaching import cache_teacher, check_taught, find_teacher, load_teacher
+from .teacher import Teacher, check_teacher, check_tokenizers, find_teacher, load_teacher
+from .teacher_cache import cache_teacher
+from .train import TrainingRun, memory_advice, train
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +83,62 @@ def uptrain(model: str | Path, out: str | Path, data: Any, **options: Any) -> Up
         >>> uptrain("llama-gqa8", "llama-gqa8-up", "c4.jsonl", tokens=20_000_000).losses["held_out_end"]
     """
     return run_uptrain(make_config(str(model), str(out), data, options))
+
+
+def train_model(
+    model: Any,
+    blocks: Blocks,
+    *,
+    teacher: Any = None,
+    held_out: Blocks | None = None,
+    folder: str | Path | None = None,
+    collate: Collate | None = None,
+    **options: Any,
+) -> UptrainResult:
+    """The training of `uptrain` on a model in memory and blocks already cut.
+
+    Args:
+        model: A float32 model of transformers (other dtypes are widened); trained in place.
+        blocks: Token ids `[N, T + 1]`.
+        teacher: The original, another model, in the dtype it should run in; it is frozen.
+        held_out: Held-out ids `[M, T + 1]`.
+        folder: Where checkpoints go; None saves none.
+        collate: Makes batches: next-token ones by default, a `SpanCollator` for encoder-decoders.
+        **options: Fields of `UptrainConfig` (`tokens` or `alpha`, `batch_tokens`, `learning_rate`, …) and
+            TrainingArguments.
+
+    Returns:
+        As `uptrain`, without an output.
+
+    Example:
+        >>> train_model(student, blocks, teacher=original, tokens=2_000_000, batch_tokens=65_536)
+    """
+    begin = time.perf_counter()
+    config = make_config("", "", (), options)
+    budget = plan_budget(config, window=int(blocks.shape[1]) - 1)
+    if config.train != "all":
+        raise UsageError("only `all` is possible for a model in memory", where=f"train {config.train}")
+    if config.teacher_top_k is not None:
+        raise UsageError("needs a teacher with files", where="teacher_top_k", fix="use uptrain")
+    notices: list[str] = []
+    check_taught(config, teacher is not None, notices)
+    resolve_device(config.device)
+    with nullcontext(str(folder)) if folder else tempfile.TemporaryDirectory() as place:
+        hidden = int(getattr(model.config.get_text_config(), "hidden_size", 512))
+        args = build_arguments(config, budget, Path(place), hidden, held_out is not None)
+        if folder is None:
+            args.save_strategy = type(args.save_strategy)("no")
+        helper = None
+        if teacher is not None:
+            check_teacher(model, teacher, None)
+            helper = Teacher(teacher.to(args.device))
+        collate = collate or Collator()
+        count = budget.steps * budget.blocks_per_step
+        order = BlockOrder(blocks, count, config.seed, collate)
+        corpus = Corpus(order, held_out, len(blocks) * budget.window, collate)
+        run_dir = RunDirectory.at(Path(place)) if folder else None
+        trained = train(model.float(), args, config, budget, corpus, helper, run_dir, notices)
+    return summarise(config, budget, trained, None if teacher is None else "in memory", begin)
 
 
 def run_uptrain(config: UptrainConfig) -> UptrainResult:
@@ -209,11 +274,13 @@ def _train_checkpoint(
     teacher, cached = None, None
     if teacher_name is not None and config.teacher_top_k is not None:
         folder = Path(config.teacher_cache) if config.teacher_cache else run_dir.root / TEACHER
-        cached = cache_teacher(
-            config, budget, args, teacher_name, student, len(tokenizer), corpus, folder, notices
-        )
+        with memory_advice(args, budget):
+            cached = cache_teacher(
+                config, budget, args, teacher_name, student, len(tokenizer), corpus, folder, notices
+            )
     elif teacher_name is not None:
-        teacher = load_teacher(config, budget, args, teacher_name, student, len(tokenizer), notices)
+        with memory_advice(args, budget):
+            teacher = load_teacher(config, budget, args, teacher_name, student, len(tokenizer), notices)
     trained = train(student, args, config, budget, corpus, teacher, run_dir, notices)
     trained.teacher_cache = cached
     if config.train in ("lora", "qlora") and trained.state is not None:

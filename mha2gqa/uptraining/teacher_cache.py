@@ -16,12 +16,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..checkpoints.loading import load_config_json, text_config
+from ..checkpoints.reader import open_checkpoint
 from ..checkpoints.writer import check_space
 from ..errors import CheckpointError, UsageError
-from .batches import Batch, Blocks
-from .distillation import Teacher
-from .losses import chunk_slices, teacher_chunks
-from .run_dir import LOCK, changed_keys, write_json
+from .batches import Batch, Blocks, BlockStream, SpanCollator
+from .budget import Budget, UptrainConfig
+from .corpus import Corpus
+from .loss import chunk_slices, teacher_chunks
+from .run_dir import LOCK, changed_keys, checkpoint_fingerprint, write_json
+from .teacher import Teacher, load_teacher, output_width
+from .throughput import forward_flops
 
 logger = logging.getLogger(__name__)
 
@@ -222,3 +227,71 @@ class TeacherCache:
             "teacher_ids": torch.from_numpy(np.stack([ids[row] for row in rows]).astype(np.int32)),
             "teacher_log_probs": torch.from_numpy(np.stack([log_probs[row] for row in rows])),
         }
+
+
+def cache_teacher(
+    config: UptrainConfig,
+    budget: Budget,
+    args: Any,
+    name: str,
+    student: Any,
+    tokens: int,
+    corpus: Corpus,
+    folder: Path,
+    notices: list[str],
+) -> dict[str, Any]:
+    """Have the teacher's top k on disk for every training block; the first process computes what is missing.
+
+    Args:
+        config, budget, args, name, student, tokens, notices: As in `load_teacher`.
+        corpus: Its training blocks get the caches.
+        folder: Where the caches lie, one for each source of data.
+
+    Returns:
+        `folder`, `top_k`, `rows`, `computed` rows, `bytes`, and the `flops` of computing them.
+
+    Raises:
+        UsageError: The data is a stream or drawn anew each time, or a cache is of something else.
+        CheckpointError: No space.
+    """
+    if isinstance(corpus.train, BlockStream) or isinstance(corpus.collate, SpanCollator):
+        streams = isinstance(corpus.train, BlockStream)
+        raise UsageError(
+            f"is not possible with {'a stream' if streams else 'span corruption, which draws anew each time'}",
+            where="teacher_top_k",
+            fix="leave it or streaming out" if streams else "leave it out",
+        )
+    vocabulary = int(text_config(load_config_json(name)).get("vocab_size") or tokens)
+    width = min(output_width(student), vocabulary)
+    identity = Identity(
+        checkpoint_fingerprint(open_checkpoint(name).path),
+        min(config.teacher_top_k or width, width),
+        config.temperature,
+        width,
+        budget.window,
+        config.isolate_documents,
+        "bfloat16" if args.bf16 else "float32",
+    )
+    caches, computed, flops = [], 0, 0.0
+    with args.main_process_first(local=False, desc="asking the teacher"):
+        teacher = None
+        for number, blocks in enumerate(corpus.train.sources):
+            cache = TeacherCache(folder / f"train-{number}", identity)
+            if cache.missing(blocks):
+                teacher = teacher or load_teacher(config, budget, args, name, student, tokens, notices)
+                rows = cache.fill(
+                    blocks, teacher, corpus.collate, args.per_device_eval_batch_size, args.device
+                )
+                computed += rows
+                flops += rows * budget.window * forward_flops(teacher.model, budget.window)
+            caches.append(cache)
+    del teacher
+    corpus.train.caches = list(caches)
+    return {
+        "folder": str(folder),
+        "top_k": identity.top_k,
+        "rows": sum(cache.rows for cache in caches),
+        "computed": computed,
+        "bytes": sum(cache.rows * cache.row_bytes for cache in caches),
+        "flops": flops,
+    }

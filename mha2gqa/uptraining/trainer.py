@@ -13,27 +13,23 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, SequentialSampler
-from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import PrinterCallback, ProgressCallback, Trainer, TrainingArguments
 
 from ..checkpoints.loading import quiet
 from ..errors import UsageError
 from .batches import BlockOrder, Blocks, BlockStream, Collate, Position, as_is
 from .budget import Budget, UptrainConfig, learning_rate_factor, warmup_count
-from .distillation import Teacher
-from .guard import Meter, Reading, SpikeGuard, flops_per_token, forward_flops, peak_flops
-from .losses import IGNORE_INDEX, TopKLogProbs
+from .distributed_training import check_zero_shards, is_fsdp2, is_zero3, reduce_in_float32, shard_teacher
+from .guard import Reading, SpikeGuard
+from .interruption import StopAndSave
+from .loss import IGNORE_INDEX, TopKLogProbs
 from .run_dir import RunDirectory, cleanup_on_error, mark_complete, write_json
-from .sharding import check_zero_shards, is_fsdp2, is_zero3, reduce_in_float32, shard_teacher
+from .teacher import Teacher
+from .throughput import Meter, peak_flops, training_flops
 
 logger = logging.getLogger(__name__)
 
 STATE = "mha2gqa_state.json"  # guard and stream position, beside the Trainer's own state
-
-
-def training_flops(model: Any, teacher: Teacher | None, window: int) -> float:
-    """Model FLOPs of one trained token, with the teacher's forward pass where there is one."""
-    flops = flops_per_token(model, window)
-    return flops if teacher is None else flops + forward_flops(teacher.model, window)
 
 
 @dataclass
@@ -346,26 +342,6 @@ class UptrainTrainer(Trainer):
             made = step * self.run.budget.blocks_per_step
             self.run.train.start, self.run.train.made = Position(**state["stream"]), made
             self.run.train.positions[made] = self.run.train.start
-
-
-class StopAndSave(TrainerCallback):
-    """Saves and stops at the end of the step at which all processes know that one was told to stop."""
-
-    def __init__(self) -> None:
-        self.agreed = False
-        self.trainer: UptrainTrainer | None = None
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Go on with the log entry that an interruption cut."""
-        assert self.trainer is not None
-        self.trainer.continue_log()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """Set save and stop."""
-        if self.agreed and state.global_step < state.max_steps:
-            control.should_save = True
-            control.should_training_stop = True
-        return control
 
 
 def progress_line(step: int, steps: int, logs: Mapping[str, float]) -> str:

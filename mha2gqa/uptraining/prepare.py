@@ -3,47 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import torch
-
-from ..data import SpanCorruption, block_tokens, eos_id, span_corruption
+from ..data import block_tokens, eos_id, span_corruption
 from ..data.spans import ENCODER_TOKENS
 from ..errors import UsageError
-from .batches import Batch, Collator
+from .batches import Collator, SpanCollator
 from .budget import UptrainConfig
 
 LONGEST = 2048  # default window of decoders, where their positions allow
-
-
-@dataclass(frozen=True)
-class SpanCollator:
-    """Turns blocks `[B, L + 1]` into encoder ids, decoder ids and labels; the last column is not used.
-
-    Args:
-        corruption: Of blocks of L tokens.
-    """
-
-    corruption: SpanCorruption
-    counts_labels = True  # a block of L tokens has fewer targets
-
-    def __call__(self, blocks: Any, keys: Any = None) -> Batch:
-        """Make the batch.
-
-        Args:
-            blocks: Ids `[B, L + 1]`, or a list of such rows.
-            keys: What decides the noise of each block, `[B]`: its number in the run, so that each pass
-                over the data takes other spans out. None: the block's own ids.
-        """
-        ids = np.asarray(np.stack(blocks) if isinstance(blocks, list) else blocks, dtype=np.int64)[:, :-1]
-        if keys is None:
-            keys = (ids * np.arange(1, ids.shape[1] + 1)).sum(1)
-        encoder, targets = self.corruption(ids, keys)
-        decoder = self.corruption.decoder_inputs(targets)
-        rows = {"input_ids": encoder, "decoder_input_ids": decoder, "labels": targets}
-        return {name: torch.from_numpy(x) for name, x in rows.items()}
 
 
 def is_encoder_decoder(raw: Mapping[str, Any]) -> bool:
@@ -105,3 +73,32 @@ def make_collator(
     if choose_objective(config, raw) == "span-corruption":
         return SpanCollator(span_corruption(tokenizer, raw, window, config.seed))
     return Collator(eos_id(tokenizer) if config.isolate_documents else None)
+
+
+def check_taught(config: UptrainConfig, taught: bool, notices: list[str]) -> None:
+    """Refuse words of distillation where nobody teaches; tell where a teacher would have no share.
+
+    Args:
+        config: The run.
+        taught: Whether there is a teacher.
+        notices: Extended by what comes up.
+
+    Raises:
+        UsageError: Such a word is given.
+    """
+    if taught:
+        if config.ce_weight == 1:
+            notices.append("ce_weight 1 leaves the teacher no share: teacher none does the same for less")
+        return
+    words = (
+        ("temperature", config.temperature, config.temperature != 1),
+        ("ce_weight", config.ce_weight, 0 < config.ce_weight < 1),
+        ("teacher_top_k", config.teacher_top_k, config.teacher_top_k is not None),
+    )
+    for name, value, given in words:
+        if given:
+            raise UsageError(
+                "is of distillation, and there is no teacher",
+                where=f"{name} {value:g}",
+                fix=f"give teacher, or leave {name} out",
+            )

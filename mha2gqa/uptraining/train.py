@@ -15,17 +15,24 @@ from ..distributed import world_size
 from ..errors import DataError, TrainingError
 from .batches import BlockStream
 from .budget import Budget, UptrainConfig
-from .compiling import compile_layers, undo_compile, worth_compiling
 from .corpus import Corpus
-from .distillation import Teacher, attached
-from .dropout import set_dropout
-from .guard import Interrupted, stop_signals
-from .liger import liger_withdrawn
-from .losses import Objective
+from .distributed_training import frozen_weights, gather_master_weights
+from .interruption import Interrupted, stop_signals
+from .loss import Objective
+from .model_prep import (
+    attached,
+    compile_layers,
+    liger_withdrawn,
+    narrow_stream,
+    set_dropout,
+    undo_compile,
+    unpacked,
+    worth_compiling,
+)
 from .run_dir import RunDirectory
-from .sharding import frozen_weights, gather_master_weights
-from .stream import narrow_stream, unpacked
-from .trainer import Run, UptrainTrainer, training_flops
+from .teacher import Teacher
+from .throughput import training_flops
+from .trainer import Run, UptrainTrainer
 
 logger = logging.getLogger(__name__)
 

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import MethodType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..checkpoints.loading import load_config_json, load_model
+from ..checkpoints.reader import open_checkpoint
 from ..errors import UsageError
-from .losses import Head, Objective, TopKLogProbs, chunked_loss, teacher_chunks
+from .budget import Budget, UptrainConfig
+from .distributed_training import whole_models
+from .loss import Head
+from .run_dir import checkpoint_fingerprint
 
 # Inputs of a batch that change what the model computes, beside input_ids.
 EXTRA_INPUTS = ("position_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask")
@@ -94,66 +96,6 @@ def model_inputs(inputs: Mapping[str, Tensor | None]) -> dict[str, Any]:
     """What a model's forward receives of a batch; labels stay with us, and no cache is built."""
     per_head = {name: inputs[name] for name in EXTRA_INPUTS if inputs.get(name) is not None}
     return {"input_ids": inputs["input_ids"], "use_cache": False, **per_head}
-
-
-def _head_forward(self: nn.Linear, x: Tensor, run: Any = None) -> Any:
-    """The output projection; with `run`, the loss is computed here, where sharded weights are whole."""
-    return F.linear(x, self.weight, self.bias) if run is None else run(x)
-
-
-@contextmanager
-def attached(model: Any, spec: Objective, teacher: Teacher | None = None) -> Iterator[Head | None]:
-    """Make `model(input_ids=…, labels=…, teacher=…)` return (summed loss, summed cross-entropy).
-
-    The loss is computed inside the model's own forward, so that wrappers (DDP, FSDP) see one call. Only
-    instance attributes are set; they are gone afterwards.
-
-    Args:
-        model: The student, a causal or encoder-decoder model of transformers.
-        spec: The objective while `teacher` states are passed; plain cross-entropy otherwise.
-        teacher: Whose head finishes those states.
-
-    Yields:
-        The student's output head, None where its own logits are used.
-    """
-    outer = model
-    if hasattr(model, "get_base_model"):  # peft hands inputs through to the model inside
-        model = model.get_base_model()
-    head = find_head(model)
-    own_forward = model.forward
-    base: Any = getattr(model, model.base_model_prefix, None)  # T5 has none
-
-    def forward(
-        self: Any, labels: Tensor, teacher_states: Tensor | TopKLogProbs | None = None, **inputs: Any
-    ) -> Any:
-        # labels [B, T] are already shifted: the target of each position
-        chunks: Any = None
-        if isinstance(teacher_states, TopKLogProbs):
-            chunks = teacher_states.part
-        elif teacher_states is not None:
-            assert teacher is not None
-            chunks = teacher_chunks(teacher_states, teacher.head)
-        now = spec if chunks is not None else Objective(compiled=spec.compiled, liger=spec.liger)
-        kwargs = model_inputs(inputs)
-        if head is None:
-            if self.config.is_encoder_decoder and "decoder_input_ids" not in kwargs:
-                kwargs["labels"] = labels  # from which it makes its decoder inputs
-            logits = own_forward(**kwargs).logits.flatten(0, 1)
-            return chunked_loss(logits, labels.flatten(), now, teacher=chunks)
-        states = base(**kwargs).last_hidden_state.flatten(0, 1)  # [B * T, D]
-        return head.module(
-            states, run=lambda x: chunked_loss(x, labels.flatten(), now, head=head, teacher=chunks)
-        )
-
-    model.forward = MethodType(forward, model)
-    if head is not None:
-        head.module.forward = MethodType(_head_forward, head.module)  # type: ignore[method-assign]
-    try:
-        yield head
-    finally:
-        for module in (outer, model, *([] if head is None else [head.module])):
-            module.__dict__.pop("forward", None)  # ours, or accelerate's under bf16 autocast
-            module.__dict__.pop("_original_forward", None)  # accelerate's, which holds ours
 
 
 @dataclass(frozen=True)
@@ -241,3 +183,89 @@ def check_teacher(student: Any, teacher: Any, tokens: int | None) -> Vocabularie
             fix="distil from the checkpoint that was converted",
         )
     return widths
+
+
+def find_teacher(config: UptrainConfig, manifest: dict[str, Any]) -> tuple[str | None, list[str]]:
+    """Whom to distil from, and what to tell the user about it.
+
+    Returns:
+        A folder or hub id, or None for plain next-token loss; notices.
+
+    Raises:
+        UsageError: It is the model that is trained.
+        CheckpointError: There is no such model.
+    """
+    if config.teacher == "none":
+        return None, []
+    if config.teacher is not None:
+        load_config_json(config.teacher)
+        if checkpoint_fingerprint(open_checkpoint(config.teacher).path) == checkpoint_fingerprint(
+            open_checkpoint(config.model).path
+        ):
+            raise UsageError(
+                "is the model that is trained, which would learn nothing from itself",
+                where=f"teacher {config.teacher}",
+                fix="name the original, or use teacher none",
+            )
+        return config.teacher, []
+    for key in ("source_path", "source"):
+        place = manifest.get(key)
+        if place and Path(place).is_dir():
+            return str(place), []
+    place = manifest.get("source")
+    why = f"its original {place} is not here" if place else "no original is recorded in it"
+    return None, [f"next-token loss without distillation: {why}; give teacher to distil"]
+
+
+def check_taught(config: UptrainConfig, taught: bool, notices: list[str]) -> None:
+    """Refuse words of distillation where nobody teaches; tell where a teacher would have no share.
+
+    Args:
+        config: The run.
+        taught: Whether there is a teacher.
+        notices: Extended by what comes up.
+
+    Raises:
+        UsageError: Such a word is given.
+    """
+    if taught:
+        if config.ce_weight == 1:
+            notices.append("ce_weight 1 leaves the teacher no share: teacher none does the same for less")
+        return
+    words = (
+        ("temperature", config.temperature, config.temperature != 1),
+        ("ce_weight", config.ce_weight, 0 < config.ce_weight < 1),
+        ("teacher_top_k", config.teacher_top_k, config.teacher_top_k is not None),
+    )
+    for name, value, given in words:
+        if given:
+            raise UsageError(
+                "is of distillation, and there is no teacher",
+                where=f"{name} {value:g}",
+                fix=f"give teacher, or leave {name} out",
+            )
+
+
+def load_teacher(
+    config: UptrainConfig, budget: Budget, args: Any, name: str, student: Any, tokens: int, notices: list[str]
+) -> Teacher:
+    """The original on its device, checked against the student.
+
+    Args:
+        config, budget, args: The run.
+        name: Folder or hub id.
+        student: The model that learns.
+        tokens: Size of the shared tokenizer.
+        notices: Extended by what comes up.
+
+    Raises:
+        UsageError: See `check_teacher`.
+        TrainingError: It does not fit the device.
+    """
+    dtype = torch.bfloat16 if args.bf16 else torch.float32
+    consent = config.trust_remote_code
+    with whole_models(args):
+        original = load_model(name, dtype=dtype, device=args.device, trust_remote_code=consent)
+    widths = check_teacher(student, original, tokens)
+    notices += [] if widths.note is None else [widths.note]
+    return Teacher(original)

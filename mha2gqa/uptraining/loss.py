@@ -351,8 +351,6 @@ def chunked_loss(
             hidden, None, None, labels, teacher, spec, 1.0, None, hidden.dtype, with_grad
         )
     if spec.liger and teacher is None and with_grad:
-        from .liger import liger_cross_entropy
-
         fused = liger_cross_entropy(hidden, labels, head, dtype)
         if fused is not None:
             return fused, fused.detach()
@@ -360,3 +358,33 @@ def chunked_loss(
     return _ChunkedLoss.apply(
         hidden, weight, bias, labels, teacher, spec, head.scale, head.softcap, dtype, with_grad
     )
+
+
+def liger_cross_entropy(hidden: Tensor, labels: Tensor, head: Head, dtype: torch.dtype) -> Tensor | None:
+    """Summed next-token loss by Liger's kernel, in `dtype` products with float32 sums.
+
+    Args:
+        hidden: Last hidden states `[N, D]`.
+        labels: Next tokens `[N]`, `IGNORE_INDEX` where masked.
+        head: The output head.
+        dtype: Of the products.
+
+    Returns:
+        The differentiable sum, None where the kernel cannot express the head (a factor on the logits).
+    """
+    if head.scale != 1.0:
+        return None
+    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+
+    bias = head.module.bias
+    loss = liger_fused_linear_cross_entropy(
+        hidden.to(dtype),
+        head.module.weight.to(dtype),
+        labels,
+        None if bias is None else bias.to(dtype),
+        ignore_index=IGNORE_INDEX,
+        reduction="sum",
+        softcap=head.softcap,
+        accum_dtype=torch.float32,
+    )
+    return loss.float()

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..distributed import is_initialized
 from ..errors import CheckpointError, TrainingError, reason
-from .compiling import repeated_layers
 
 # What gloo and NCCL say where the other end of a connection is no longer there.
 GONE = (
@@ -42,6 +41,12 @@ def lost_processes() -> Iterator[None]:
             where="uptrain",
             fix="see what it said; the same command goes on from the last checkpoint",
         ) from error
+
+
+def repeated_layers(model: nn.Module) -> list[nn.Module]:
+    """The transformer blocks: modules of the classes that must not be split across devices."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    return [module for module in model.modules() if type(module).__name__ in names]
 
 
 def is_fsdp2(accelerator: Any) -> bool:

@@ -1,0 +1,70 @@
+"""How a run is told to stop, and stops: at the end of a step, with everything saved."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from transformers import TrainerCallback
+
+from ..errors import TrainingError
+
+if TYPE_CHECKING:
+    from .trainer import UptrainTrainer
+
+
+class Interrupted(TrainingError):
+    """The run was told to stop; everything needed to go on is saved."""
+
+    exit_code = 130
+
+
+@contextmanager
+def stop_signals() -> Iterator[list[int]]:
+    """Collect SIGTERM and the first SIGINT instead of dying of them.
+
+    Yields:
+        A list that receives the signal numbers; a second SIGINT interrupts as usual.
+    """
+    received: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield received
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    def note(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, before[signal.SIGINT])
+
+    for number in before:
+        signal.signal(number, note)
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class StopAndSave(TrainerCallback):
+    """Saves and stops at the end of the step at which all processes know that one was told to stop."""
+
+    def __init__(self) -> None:
+        self.agreed = False
+        self.trainer: UptrainTrainer | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Go on with the log entry that an interruption cut."""
+        assert self.trainer is not None
+        self.trainer.continue_log()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        """Set save and stop."""
+        if self.agreed and state.global_step < state.max_steps:
+            control.should_save = True
+            control.should_training_stop = True
+        return control

@@ -1,4 +1,5 @@
 # Two commands do all set-up: `make demo` runs the main job, `make test` the tests.
+# Every target with its expected time: docs/development.md.
 PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
@@ -6,7 +7,7 @@ JOBS ?= 2
 export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: demo test lint format faults archs oracles bench clean
+.PHONY: demo test lint format docs pages faults archs oracles bench clean
 
 $(VENV)/.installed: pyproject.toml constraints-cpu.txt
 	$(PYTHON) -m venv $(VENV)
@@ -24,10 +25,20 @@ lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python tools/check_links.py
 
 format: $(VENV)/.installed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# The documentation as a site in site/; a broken link or anchor fails.
+docs: $(VENV)/.installed
+	$(BIN)/python -m pip install -q '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# Figures of README and docs, from benchmarks/results/.
+pages: $(VENV)/.installed
+	$(BIN)/python benchmarks/pages.py
 
 # The public faults of the field, one test each.
 faults: $(VENV)/.installed
@@ -56,4 +67,4 @@ bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/uptrain_throughput.py --tiny --no-compile --steps 8 --out $(BENCH_OUT)/uptrain_throughput.json
 
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) build site *.egg-info

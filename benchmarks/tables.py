@@ -1,4 +1,4 @@
-"""Render the tables that the README quotes from `benchmarks/results/*.json`, and from nowhere else.
+"""Render the tables of `docs/results/` from `benchmarks/results/*.json`, and from nowhere else.
 
 python benchmarks/tables.py            # every table, as Markdown
 python benchmarks/tables.py quality    # one of them
@@ -9,110 +9,14 @@ from __future__ import annotations
 import json
 import statistics
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from _loss_tables import OBJECTIVES, ce_weight, cost, quality, sweep
+from _markdown import markdown, measured_on
+
 RESULTS = Path(__file__).parent / "results"
-
-
-def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table; the first column is text, the others figures."""
-    rule = ["---"] + ["--:"] * (len(head) - 1)
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, rule, *rows))
-
-
-def mean_and_spread(values: Sequence[float]) -> str:
-    """`3.365`, or `3.365 ± 0.002` (standard deviation) where there are several seeds."""
-    if not values:
-        return ""
-    text = f"{statistics.mean(values):.3f}"
-    return text if len(values) < 2 else f"{text} ± {statistics.stdev(values):.3f}"
-
-
-def _label(row: Mapping[str, Any]) -> str:
-    variant = row.get("variant", "")
-    extra = {"": "", "merged": ""}.get(variant, f", {variant}")
-    alpha = f", alpha {row['alpha']:g}" if "alpha" in row else ""
-    return f"{row['method']}{extra}{alpha}"
-
-
-def _run(run: Mapping[str, Any]) -> str:
-    """What tells runs apart that should not share a table unmarked."""
-    card = run.get("hardware", {}).get("gpu", "CPU")
-    return ", ".join([card, run["date"], *([f"code {run['code']}"] if "code" in run else [])])
-
-
-def _batches(rows: Iterable[Mapping[str, Any]]) -> str:
-    """The tokens per step of uptrained rows, as a sentence."""
-    found = sorted({row["uptrained_tokens"] // row["steps"] for row in rows if row.get("steps")})
-    return f" Uptrained in steps of {' or '.join(f'{n:,}' for n in found)} tokens." if found else ""
-
-
-def quality(record: Mapping[str, Any]) -> str:
-    """Losses by method and number of KV heads; seeds are averaged."""
-    # A pooling appears among baselines and conversions: each seed counts once.
-    first: dict[tuple[str, int, int], Mapping[str, Any]] = {}
-    for row in record["rows"]:
-        if row["stage"] != "tune":
-            first.setdefault((_label(row), row["groups"], row.get("seed", 0)), row)
-    rows = list(first.values())
-    original = next(row for row in rows if row["method"] == "original")
-    kv_heads = record["num_kv_heads"]
-    groups = sorted({row["groups"] for row in rows} - {kv_heads}, reverse=True)
-    controls = [row for row in rows if row["groups"] == kv_heads and row is not original]
-    runs = [_run(run) for run in record["runs"]]
-    usual = Counter(runs[row["run"]] for row in rows).most_common(1)[0][0]
-    others = {(_label(row), row["groups"]): runs[row["run"]] for row in rows if runs[row["run"]] != usual}
-    cells: dict[str, dict[int, list[float]]] = {}
-    for row in rows:
-        if row["groups"] != kv_heads:
-            cells.setdefault(_label(row), {}).setdefault(row["groups"], []).append(row["loss"])
-
-    def mark(name: str, groups: int) -> str:
-        return "†" if (name, groups) in others else ""
-
-    head = ["loss, nats per token", *(f"{kv_heads // g}:1 (G={g})" for g in groups)]
-    lines = [
-        [name, *(mean_and_spread(by.get(g, [])) + mark(name, g) for g in groups)]
-        for name, by in cells.items()
-    ]
-    protocol = record["protocol"]
-    text = (
-        f"`{record['model']}`, original {original['loss']:.3f}; protocol {protocol['name']}, window "
-        f"{protocol['window']}, {protocol['tokens']:,} tokens, {protocol['dtype']}.{_batches(rows)}\n\n"
-        + markdown(head, lines)
-    )
-    if controls:
-        done = ", ".join(
-            f"alpha {row['alpha']:g}: {row['loss']:.3f}{mark(_label(row), kv_heads)}" for row in controls
-        )
-        text += f"\n\nControl, the MHA original continued on the same tokens: {done}."
-    if others:
-        found = " and ".join(sorted(set(others.values())))
-        text += f"\n\n† not measured with the rest ({usual}) but by another state of the code: {found}."
-    return text
-
-
-def cost(record: Mapping[str, Any]) -> str:
-    """What each row cost: unique tokens, token visits, FLOPs with calibration included, seconds."""
-    head = ["row", "G", "loss", "gap", "unique tokens", "token visits", "FLOPs", "seconds"]
-    lines = [
-        [
-            _label(row),
-            str(row["groups"]),
-            f"{row['loss']:.3f}",
-            f"{row['gap']:+.3f}",
-            f"{row.get('unique_tokens', 0):,}",
-            f"{row.get('token_visits', 0):,}",
-            f"{row.get('flops', 0):.1e}",
-            f"{row.get('seconds', 0):.0f}",
-        ]
-        for row in record["rows"]
-        if row["stage"] != "tune" and row.get("seed", 0) == 0
-    ]
-    return markdown(head, lines)
 
 
 def convert_speed(record: Mapping[str, Any]) -> str:
@@ -132,9 +36,24 @@ def convert_speed(record: Mapping[str, Any]) -> str:
     checkpoint = record["checkpoint"]
     return (
         f"{checkpoint['bytes'] / 1e9:.1f} GB in {checkpoint['shards']} shards, median of "
-        f"{len(record['rounds']['cp'])} rounds, each synced.\n\n"
+        f"{len(record['rounds']['cp'])} rounds, each synced.\n\nMeasured on: {measured_on(record)}.\n\n"
         + markdown(["", "seconds", "of `cp`", "anonymous memory, MiB"], lines)
     )
+
+
+# What `uptrain_throughput.summary` calls its ratios, for readers.
+RATIOS = {
+    "ours_to_best_rival_ce": "`mha2gqa` to the fastest other loop, next token, 1 GPU",
+    "ours_bf16_residual_to_best_rival_ce": "the same with `residual_dtype=bfloat16`",
+    "liger_to_ours_ce": "with Liger's kernels to without, next token, 1 GPU",
+    "kd_to_ce": "distillation to next token, 1 GPU",
+    "scaling_fsdp_ce_2": "2 GPUs (FSDP2) to 1, next token",
+    "scaling_fsdp_kd_2": "2 GPUs (FSDP2) to 1, distillation",
+    "scaling_fsdp_ce_4": "4 GPUs (FSDP2) to 1, next token",
+    "scaling_fsdp_kd_4": "4 GPUs (FSDP2) to 1, distillation",
+    "scaling_ddp_ce_4": "4 GPUs (DDP) to 1, next token",
+    "scaling_ddp_kd_4": "4 GPUs (DDP) to 1, distillation",
+}
 
 
 def uptrain_throughput(record: Mapping[str, Any]) -> str:
@@ -150,8 +69,8 @@ def uptrain_throughput(record: Mapping[str, Any]) -> str:
     for row in measured:
         narrow = ", bf16 residual" if row.get("residual_dtype") == "bfloat16" else ""
         parallel = "" if row["parallel"] == "none" else f" {row['parallel']}"
-        label = f"{names[row['contender']]}{narrow}, {row['objective']}"
-        kinds.setdefault((label, f"{row['gpus']}{parallel}"), []).append(row)
+        name = f"{names[row['contender']]}{narrow}, {OBJECTIVES[row['objective']]}"
+        kinds.setdefault((name, f"{row['gpus']}{parallel}"), []).append(row)
 
     def middle(found: Sequence[Mapping[str, Any]], key: str, form: str) -> str:
         values = [row[key] for row in found if row.get(key)]
@@ -170,12 +89,13 @@ def uptrain_throughput(record: Mapping[str, Any]) -> str:
     several = " Medians where several cards measured." if len(lines) < len(measured) else ""
     about = (
         f"{first['parameters'] / 1e9:.1f}B Llama, G={first['groups']}, blocks of {first['window']:,} tokens, "
-        f"{first['micro_batch']} at a time on each GPU; {first['device']}, torch "
-        f"{record['provenance']['versions']['torch']}.{several}"
+        f"{first['micro_batch']} at a time on each GPU.{several}\n\nMeasured on: {measured_on(record['provenance'])}."
     )
-    ratios = ", ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in record["summary"].items())
+    ratios = [[RATIOS.get(name, name), f"{value:.3f}"] for name, value in record["summary"].items()]
     head = ["", "GPUs", "tokens/s", "MFU", "GiB per GPU"]
-    text = f"{about}\n\n{markdown(head, lines)}" + (f"\n\nRatios: {ratios}." if ratios else "")
+    text = f"{about}\n\n{markdown(head, lines)}"
+    if ratios:
+        text += f"\n\n{markdown(['ratio of tokens/s', ''], ratios)}"
     if difference := record.get("curves", {}).get("largest_difference"):
         pairs = zip(record["curves"]["one"]["losses"], record["curves"]["many"]["losses"], strict=True)
         last = list(pairs)[-1]
@@ -198,8 +118,8 @@ def uptrain_scaling(record: Mapping[str, Any]) -> str:
         lines.append([label, str(gpus), *figures])
     about = (
         f"`{record['model']}`, G={record['groups']}, distillation, {record['steps']} steps of "
-        f"{record['batch_tokens']:,} tokens on {record['provenance']['hardware'].get('gpu', 'a CPU')}; the same "
-        "global batch everywhere. Results are loaded with the stock class."
+        f"{record['batch_tokens']:,} tokens; the same global batch everywhere. Results are loaded with the stock "
+        f"class.\n\nMeasured on: {measured_on(record['provenance'])}."
     )
     head = ["", "GPUs", "largest difference of a step's loss to one GPU", "held-out loss"]
     return "\n\n".join(filter(None, [about, markdown(head, lines), record.get("note")]))
@@ -226,13 +146,13 @@ def uptrain_adapters(record: Mapping[str, Any]) -> str:
         lines.append([f"`{row['train']}`", *figures, *apart])
     about = (
         f"`{record['model']}`, G={record['groups']}, distillation, {record['steps']} steps of "
-        f"{record['batch_tokens']:,} tokens on {record['provenance']['hardware'].get('gpu', 'a CPU')}; original "
-        f"{record['losses']['original']:.4f}, start {record['losses']['start']:.4f}. The last columns are the merged "
-        "checkpoint's largest logit difference, relative to the logits' spread: to the adapter on full-precision "
-        "weights, the same once stored, and to the 4-bit model that was trained."
+        f"{record['batch_tokens']:,} tokens; original {record['losses']['original']:.4f}, start "
+        f"{record['losses']['start']:.4f}. The last columns are the merged checkpoint's largest logit difference, "
+        "relative to the logits' spread: to the adapter on full-precision weights, the same once stored, and to the "
+        f"4-bit model that was trained.\n\nMeasured on: {measured_on(record['provenance'])}."
     )
     head = ["", "rate", "loss", "trained", *timed, "GiB", "merged", "stored", "4-bit"]
-    return f"{about}\n\n{markdown(head, lines)}"
+    return "\n\n".join(filter(None, [about, markdown(head, lines), record.get("note", "").capitalize()]))
 
 
 def closed_form_speed(record: Mapping[str, Any]) -> str:
@@ -241,8 +161,8 @@ def closed_form_speed(record: Mapping[str, Any]) -> str:
     names = [name for name in seconds if name != "all"]
     about = (
         f"{record['extrapolated_to_layers']} layers of {settings['hidden']} with {settings['heads']} heads to "
-        f"G={settings['groups']}, {settings['tokens']:,} tokens ({settings['layers']} layers measured, on "
-        f"{record['hardware'].get('gpu', 'a CPU')})."
+        f"G={settings['groups']}, {settings['tokens']:,} tokens ({settings['layers']} layers measured).\n\n"
+        f"Measured on: {measured_on(record)}."
     )
     lines = [["seconds", *(f"{seconds[name]:.0f}" for name in names), f"{seconds['all']:.0f}"]]
     return f"{about}\n\n{markdown(['', *names, 'all'], lines)}"
@@ -251,35 +171,46 @@ def closed_form_speed(record: Mapping[str, Any]) -> str:
 def evaluate_speed(record: Mapping[str, Any]) -> str:
     """Evaluation beside a bare forward loop, and its memory over longer text."""
     rate, memory = record["tokens_per_second"], record["memory"]
-    where = record["hardware"].get("gpu", "a CPU")
     lines = [
         ["bare forward loop", f"{rate['bare']:,.0f}", "1.00"],
         ["`evaluate`", f"{rate['evaluate']:,.0f}", f"{record['speed_relative_to_bare_loop']:.2f}"],
     ]
     grown = ", ".join(f"{m['resident_mib']:,.0f} MiB after {m['tokens']:,} tokens" for m in memory)
     about = (
-        f"`{record['model']}`, {record['dtype']}, {where}, {record['tokens']:,} tokens, tokenising included."
+        f"`{record['model']}`, {record['dtype']}, {record['tokens']:,} tokens, tokenising included.\n\n"
+        f"Measured on: {measured_on(record)}."
     )
     table = markdown(["", "tokens/s", "of the bare loop"], lines)
     return f"{about}\n\n{table}\n\nResident memory: {grown}."
 
 
+# What a results file's `command` begins with -> its tables.
 RENDERERS: dict[str, Sequence[Callable[[Mapping[str, Any]], str]]] = {
     "benchmarks/quality.py": (quality, cost),
+    "benchmarks/quality_t5.py --stages tune": (ce_weight,),
     "benchmarks/convert_speed.py": (convert_speed,),
     "benchmarks/uptrain_throughput.py": (uptrain_throughput,),
     "benchmarks/uptrain_scaling.py": (uptrain_scaling,),
     "benchmarks/uptrain_adapters.py": (uptrain_adapters,),
     "benchmarks/closed_form_speed.py": (closed_form_speed,),
     "benchmarks/evaluate_speed.py": (evaluate_speed,),
+    "benchmarks/paper_groups.py": (sweep,),
+    "mha2gqa sweep": (sweep,),
 }
 
 
-def render(path: Path) -> str:
-    """All tables of one results file; empty where no table is known for it."""
+def tables(path: Path) -> list[str]:
+    """The tables of one results file, in order; none where its command is not in `RENDERERS`."""
     record = json.loads(path.read_text(encoding="utf-8"))
-    tables = [renderer(record) for renderer in RENDERERS.get(record.get("command", ""), ())]
-    return "\n\n".join([f"### {path.stem}", *tables]) if tables else ""
+    command = record.get("command", "")
+    known = next((made for start, made in RENDERERS.items() if command.startswith(start)), ())
+    return [table for table in (renderer(record) for renderer in known) if table]
+
+
+def render(path: Path) -> str:
+    """All tables of one results file under its name; empty where no table is known for it."""
+    made = tables(path)
+    return "\n\n".join([f"### {path.stem}", *made]) if made else ""
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ from training import family
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
-import readme
+import pages
 import tables
 import uptrain_adapters
 import uptrain_scaling
@@ -84,5 +84,5 @@ def test_a_set_that_fails_keeps_its_words_and_the_others_go_on(
     assert lora["merge"]["exact"] < 1e-5 and lora["loss"] != record["losses"]["start"]
     assert record["protocol"]["tokens"] == 4 * 16 and record["provenance"]["versions"]["torch"]
     (tmp_path / "a.json").write_text(json.dumps(record | {"rows": [{**quantised, "error": "x"}, lora]}))
-    table = readme.first_table(tmp_path / "a.json")
+    table = pages.body(tmp_path / "a.json")
     assert f"| `lora` | 2.0e-03 | {lora['loss']:.4f} |" in table

@@ -1,0 +1,89 @@
+"""Fill the figures of README.md and `docs/` from `benchmarks/results/`: none of them is typed by hand.
+
+python benchmarks/pages.py            # rewrites what has changed, and says what
+python benchmarks/pages.py --check    # exit 1 if that would change anything
+
+What stands between `<!-- results: NAME -->` and `<!-- end -->` is made of `benchmarks/results/NAME.json`: its first
+table, and the others folded. `<!-- headline -->` receives the table of the front pages, whose chart is
+`docs/pictures/headline.svg`. Every results file that has tables must stand on a page.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import _headline
+from tables import RESULTS, tables
+
+ROOT = Path(__file__).parents[1]
+CHART = ROOT / "docs" / "pictures" / "headline.svg"
+SECTION = re.compile(r"(<!-- (?:results: (?P<name>[\w.-]+)|headline) -->\n).*?(<!-- end -->)", re.S)
+
+
+def body(path: Path) -> str:
+    """The tables of a results file; all but the first folded away."""
+    first, *others = tables(path)
+    folded = "\n\n".join(others)
+    fold = f'\n\n<details markdown="1">\n<summary>What each row cost</summary>\n\n{folded}\n\n</details>'
+    return first + (fold if folded else "")
+
+
+def filled(text: str) -> str:
+    """A page with every section filled.
+
+    Raises:
+        FileNotFoundError: A section names no results file.
+    """
+
+    def fill(match: re.Match[str]) -> str:
+        if match["name"]:
+            made = body(RESULTS / f"{match['name']}.json")
+        else:
+            made = _headline.table(_record(_headline.SOURCE))
+        return f"{match[1]}\n{made}\n\n{match[3]}"
+
+    return SECTION.sub(fill, text)
+
+
+def _record(name: str) -> dict[str, object]:
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def pages() -> dict[Path, str]:
+    """Every file with figures, as it should be."""
+    found = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    texts = {path: path.read_text(encoding="utf-8") for path in found}
+    made = {path: filled(text) for path, text in texts.items() if SECTION.search(text)}
+    return made | {CHART: _headline.chart(_record(_headline.SOURCE))}
+
+
+def missing() -> list[str]:
+    """Results files with tables that stand on no page."""
+    named = {match["name"] for text in pages().values() for match in SECTION.finditer(text)}
+    return [path.stem for path in sorted(RESULTS.glob("*.json")) if path.stem not in named and tables(path)]
+
+
+def main() -> int:
+    """Rewrite or check the pages."""
+    check = "--check" in sys.argv[1:]
+    stale = []
+    for path, text in pages().items():
+        if not path.exists() or path.read_text(encoding="utf-8") != text:
+            stale.append(path.relative_to(ROOT).as_posix())
+            if not check:
+                path.write_text(text, encoding="utf-8")
+    for name in stale:
+        print(f"{name}: {'is not what the results make of it' if check else 'rewritten'}")
+    absent = missing()
+    for name in absent:
+        print(
+            f"benchmarks/results/{name}.json: on no page; write `<!-- results: {name} -->` and `<!-- end -->` on one"
+        )
+    return int(bool(absent) or (check and bool(stale)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -48,3 +48,20 @@ def test_pretrain_tiny_writes_a_folder_with_all_that_the_demo_needs(tmp_path: Pa
     config = json.loads((folder / "config.json").read_text())
     assert config["num_key_value_heads"] == config["num_attention_heads"] == 8
     assert (folder / "tokenizer.json").exists() and (folder / "model.safetensors").exists()
+
+
+def test_the_notebook_runs(tmp_path: Path) -> None:
+    """Its code cells, one after the other, in a process of their own."""
+    cells = json.loads((ROOT / "examples" / "tiny.ipynb").read_text(encoding="utf-8"))["cells"]
+    code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    (tmp_path / "notebook.py").write_text(code, encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "notebook.py"],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)},
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "8 query heads, 2 key/value heads" in done.stdout
+    assert not any(cell.get("outputs") for cell in cells), "clear the outputs before committing"

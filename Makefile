@@ -33,7 +33,7 @@ format: $(VENV)/.installed
 
 # The documentation as a site in site/; a broken link or anchor fails.
 docs: $(VENV)/.installed
-	$(BIN)/python -m pip install -q '.[docs]'
+	$(BIN)/python -m pip install -q -c constraints-cpu.txt -e '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # Figures of README and docs, from benchmarks/results/.

@@ -154,3 +154,36 @@ def test_the_readme_is_short() -> None:
 def test_figures_are_those_of_the_results_and_links_lead_somewhere(command: str) -> None:
     done = subprocess.run([sys.executable, *command.split()], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_broken_link_and_a_missing_heading_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    import check_links
+
+    monkeypatch.setattr(check_links, "ROOT", tmp_path)
+    (tmp_path / "a.md").write_text("# One `two`, three\n\n```sh\n[x](not-a-link.md)\n```\n# One two three\n")
+    good = "[1](a.md#one-two-three) [2](a.md#one-two-three-1) [3](https://example.org/x) `[4](none.md)` [5](#here)"
+    (tmp_path / "b.md").write_text(f"# Here\n{good}\n[6](none.md) ![7](a.png) [8](a.md#four)\n")
+    assert check_links.broken(tmp_path / "b.md") == [
+        "b.md: no such file: none.md",
+        "b.md: no such file: a.png",
+        "b.md: no such heading: a.md#four",
+    ]
+
+
+def test_a_results_file_on_no_page_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import pages
+
+    assert pages.missing() == []
+    for path in pages.RESULTS.glob("*.json"):
+        (tmp_path / path.name).symlink_to(path)
+    (tmp_path / "convert_speed_new.json").symlink_to(pages.RESULTS / "convert_speed.json")
+    monkeypatch.setattr(pages, "RESULTS", tmp_path)
+    assert pages.missing() == ["convert_speed_new"]
+    section = "a\n<!-- results: convert_speed_new -->\nold\n<!-- end -->\nz\n"
+    filled = pages.filled(section)
+    assert "old" not in filled and "| `cp -r` |" in filled and filled.endswith("<!-- end -->\nz\n")
+    assert pages.filled(filled) == filled

@@ -43,7 +43,8 @@ from _quality_rows import (
 from _quality_table import Table
 
 from mha2gqa.architectures.arch_conversions import differs_for_mqa
-from mha2gqa.checkpoints.loading import load_config_json, load_model, load_tokenizer, resolve_device
+from mha2gqa.checkpoints.hf_config import load_config_json
+from mha2gqa.checkpoints.loading import load_model, load_tokenizer, resolve_device
 from mha2gqa.conversion.checkpoint import convert
 from mha2gqa.data import held_out, read_documents, token_blocks
 from mha2gqa.evaluation import block_loss

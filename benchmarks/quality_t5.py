@@ -22,7 +22,8 @@ from _quality_rows import Shape
 from torch.nn import functional as F
 
 from mha2gqa.architectures import find_attention_modules, find_spec
-from mha2gqa.checkpoints.loading import load_config_json, load_tokenizer
+from mha2gqa.checkpoints.hf_config import load_config_json
+from mha2gqa.checkpoints.loading import load_tokenizer
 from mha2gqa.data import span_corruption
 
 WINDOW = 284

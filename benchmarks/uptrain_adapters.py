@@ -22,13 +22,8 @@ from _common import RESULTS, provenance, write_json
 from torch import Tensor
 
 from mha2gqa import convert
-from mha2gqa.checkpoints.loading import (
-    load_config_json,
-    load_model,
-    load_tokenizer,
-    resolve_device,
-    text_config,
-)
+from mha2gqa.checkpoints.hf_config import load_config_json, text_config
+from mha2gqa.checkpoints.loading import load_model, load_tokenizer, resolve_device
 from mha2gqa.data import read_documents, token_blocks
 from mha2gqa.evaluation import block_loss
 from mha2gqa.uptraining.adapters import add_adapter, train_attention_only

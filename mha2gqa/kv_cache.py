@@ -9,12 +9,16 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
-from .errors import CheckpointError, config_refusals, reason
-
-DTYPE_BYTES = {"float64": 8, "float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "half": 2}
+from .checkpoints.hf_config import (
+    dtype_bytes,
+    first_value,
+    is_encoder_decoder,
+    known_config,
+    positive,
+    text_config,
+)
 
 # Stock classes that accept `num_key_value_heads` and ignore it: they cache every head.
 IGNORE_KV_HEADS = frozenset(
@@ -61,13 +65,13 @@ def kv_layers(config: Mapping[str, Any]) -> tuple[KVLayer, ...]:
     Raises:
         CheckpointError: Layers or heads cannot be told from it.
     """
-    text = _text(config)
+    text = text_config(config)
     values = known_config(config)
-    if text.get("is_encoder_decoder") or getattr(values, "is_encoder_decoder", False):
+    if is_encoder_decoder(config):
         return _encoder_decoder(text, values)
-    count = _first(values, "num_hidden_layers", "n_layer", "n_layers", "num_layers")
+    count = first_value(values, "num_hidden_layers", "n_layer", "n_layers", "num_layers")
     layers = []
-    for index, kind in enumerate(_layer_types(values, _positive(count, "num_hidden_layers"))):
+    for index, kind in enumerate(_layer_types(values, positive(count, "num_hidden_layers"))):
         if kind not in NO_CACHE:
             own = _layer_values(values, index)
             window = _window(own) if kind in SLIDING else None
@@ -183,74 +187,18 @@ def step_weight_bytes(config: Mapping[str, Any], tensors: Mapping[str, int], bat
     if not routed:
         return total
     values = known_config(config)
-    count = _first(values, "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-    asked = _first(values, "num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_k", "top_k")
+    count = first_value(values, "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+    asked = first_value(values, "num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_k", "top_k")
     if not (isinstance(count, int) and isinstance(asked, int) and 0 < asked < count):
         return total
     return total - round(routed * (1 - asked / count) ** batch)
 
 
-def known_config(config: Mapping[str, Any]) -> Any:
-    """A raw config (of its text model) as an object: transformers' class for its type, or its bare keys.
-
-    A saved config leaves out what equals the defaults of its class; this fills them in.
-    """
-    from transformers import CONFIG_MAPPING
-
-    text = _text(config)
-    model_type = str(text.get("model_type"))
-    if model_type not in CONFIG_MAPPING:
-        return SimpleNamespace(**text)
-    try:
-        return CONFIG_MAPPING[model_type].from_dict(as_numbers(text))
-    except config_refusals() as error:
-        raise CheckpointError(
-            f"transformers refuses it ({reason(error)})",
-            where="config.json",
-            fix="restore the model's config",
-        ) from error
-
-
-def as_numbers(value: Any) -> Any:
-    """A part of a raw config with `{"__float__": "Infinity"}`, transformers' way of writing it, as numbers.
-
-    Its classes read this from files only, not from a dict.
-    """
-    if isinstance(value, Mapping):
-        if value.keys() == {"__float__"}:
-            return float(value["__float__"])
-        return {key: as_numbers(part) for key, part in value.items()}
-    return [as_numbers(part) for part in value] if isinstance(value, list) else value
-
-
 # --- reading a config ----------------------------------------------------------------------------------
 
 
-def _bytes(config: Mapping[str, Any], given: int | None) -> int:
-    if given is not None:
-        return given
-    for holder in (config, config.get("text_config") or {}):
-        name = holder.get("dtype") or holder.get("torch_dtype")
-        if isinstance(name, str):
-            return DTYPE_BYTES.get(name.removeprefix("torch."), 4)
-    return 4
-
-
-def _text(config: Mapping[str, Any]) -> dict[str, Any]:
-    nested = config.get("text_config")
-    return {**nested} if isinstance(nested, Mapping) else {**config}
-
-
-def _first(values: Any, *names: str) -> Any:
-    return next((x for name in names if (x := getattr(values, name, None)) is not None), None)
-
-
-def _positive(value: Any, name: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise CheckpointError(
-            f"no usable {name} ({value!r})", where="config.json", fix="restore the config of the model"
-        )
-    return value
+def _bytes(config: Mapping[str, Any], explicit: int | None) -> int:
+    return dtype_bytes(config) if explicit is None else explicit
 
 
 def _layer_values(values: Any, index: int) -> Any:
@@ -261,9 +209,9 @@ def _layer_values(values: Any, index: int) -> Any:
 
 def _layer_types(values: Any, count: int) -> list[str]:
     """Kind of every layer that keeps keys and values of its own; the logic of transformers' caches."""
-    kinds = _first(values, "layer_types", "layers_block_type")
+    kinds = first_value(values, "layer_types", "layers_block_type")
     if kinds is None:
-        if _first(values, "sliding_window", "attention_chunk_size") is not None:
+        if first_value(values, "sliding_window", "attention_chunk_size") is not None:
             kinds = ["sliding_attention"] * count
         else:
             kinds = ["full_attention"] * count
@@ -275,7 +223,7 @@ def _layer_types(values: Any, count: int) -> list[str]:
 
 
 def _window(values: Any) -> int | None:
-    return _first(values, "sliding_window", "attention_chunk_size")
+    return first_value(values, "sliding_window", "attention_chunk_size")
 
 
 def _shape(text: Mapping[str, Any], values: Any) -> tuple[int, int, int]:
@@ -283,10 +231,12 @@ def _shape(text: Mapping[str, Any], values: Any) -> tuple[int, int, int]:
     latent = getattr(values, "kv_lora_rank", None)
     if latent:  # MLA: one compressed latent and one rotary key, shared by all heads
         return 1, latent + (getattr(values, "qk_rope_head_dim", None) or 0), 0
-    heads = _positive(_first(values, "num_attention_heads", "n_head", "n_heads", "num_heads"), "head count")
-    width = _first(values, "hidden_size", "n_embd", "d_model")
-    key_dim = _first(values, "head_dim", "attention_head_dim", "kv_channels")
-    key_dim = key_dim or _positive(width, "hidden_size") // heads
+    heads = positive(
+        first_value(values, "num_attention_heads", "n_head", "n_heads", "num_heads"), "head count"
+    )
+    width = first_value(values, "hidden_size", "n_embd", "d_model")
+    key_dim = first_value(values, "head_dim", "attention_head_dim", "kv_channels")
+    key_dim = key_dim or positive(width, "hidden_size") // heads
     value_dim = getattr(values, "v_head_dim", None) or key_dim
     return _kv_heads(text, values, heads), key_dim, value_dim
 
@@ -297,16 +247,20 @@ def _kv_heads(text: Mapping[str, Any], values: Any, heads: int) -> int:
         return heads
     if model_type in MULTI_QUERY and not getattr(values, "new_decoder_architecture", False):
         return 1 if getattr(values, "multi_query", False) else heads
-    found = _first(values, "num_key_value_heads", "num_kv_heads", "n_kv_heads", "multi_query_group_num")
-    return heads if found is None else _positive(found, "num_key_value_heads")
+    found = first_value(values, "num_key_value_heads", "num_kv_heads", "n_kv_heads", "multi_query_group_num")
+    return heads if found is None else positive(found, "num_key_value_heads")
 
 
 def _encoder_decoder(text: Mapping[str, Any], values: Any) -> tuple[KVLayer, ...]:
     """Self- and cross-attention of every decoder layer (T5, BART, Whisper and their like)."""
-    layers = _positive(_first(values, "decoder_layers", "num_decoder_layers", "num_layers"), "decoder layers")
-    heads = _positive(_first(values, "decoder_attention_heads", "num_heads", "num_attention_heads"), "heads")
-    dim = _first(values, "d_kv", "head_dim")
-    dim = dim or _positive(_first(values, "d_model", "hidden_size"), "d_model") // heads
+    layers = positive(
+        first_value(values, "decoder_layers", "num_decoder_layers", "num_layers"), "decoder layers"
+    )
+    heads = positive(
+        first_value(values, "decoder_attention_heads", "num_heads", "num_attention_heads"), "heads"
+    )
+    dim = first_value(values, "d_kv", "head_dim")
+    dim = dim or positive(first_value(values, "d_model", "hidden_size"), "d_model") // heads
     # Stock classes know no KV-head count (Whisper's is an alias of the *encoder's* heads); a class
     # exported beside its checkpoint has a type of its own, or maps to its code.
     from transformers import CONFIG_MAPPING
@@ -314,7 +268,7 @@ def _encoder_decoder(text: Mapping[str, Any], values: Any) -> tuple[KVLayer, ...
     own = cross = heads
     if text.get("model_type") not in CONFIG_MAPPING or "auto_map" in text:
         named = text.get("decoder_num_key_value_heads") or text.get("num_key_value_heads")
-        own = heads if named is None else _positive(named, "num_key_value_heads")
+        own = heads if named is None else positive(named, "num_key_value_heads")
         named = text.get("num_cross_key_value_heads")  # a name of our exported classes
-        cross = own if named is None else _positive(named, "num_cross_key_value_heads")
+        cross = own if named is None else positive(named, "num_cross_key_value_heads")
     return (KVLayer(own, dim, dim), KVLayer(cross, dim, dim, cross=True)) * layers

@@ -8,11 +8,10 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+from mha2gqa.checkpoints.hf_config import as_numbers, known_config
 from mha2gqa.errors import CheckpointError
 from mha2gqa.kv_cache import (
-    as_numbers,
     decode_step_bytes,
-    known_config,
     kv_bytes,
     kv_bytes_per_token,
     kv_layers,

@@ -11,14 +11,8 @@ from conftest import pico_llama, word_tokenizer
 from safetensors.torch import load_file, save_file
 
 from mha2gqa.checkpoints import loading
-from mha2gqa.checkpoints.loading import (
-    load_config_json,
-    load_model,
-    load_tokenizer,
-    resolve_device,
-    resolve_dtype,
-    stored_dtype,
-)
+from mha2gqa.checkpoints.hf_config import load_config_json, stored_dtype
+from mha2gqa.checkpoints.loading import load_model, load_tokenizer, resolve_device, resolve_dtype
 from mha2gqa.errors import CheckpointError, UsageError
 
 
@@ -75,7 +69,7 @@ def test_seq2seq_from_the_config(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "said"),
-    [(None, "no config.json"), ("{", "not readable as JSON"), ("[]", "not a JSON object")],
+    [(None, "no config.json"), ("{", "not valid JSON"), ("[]", "not a JSON object")],
 )
 def test_config_faults(tmp_path: Path, content: str | None, said: str) -> None:
     if content is not None:

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import mha2gqa
+from mha2gqa.checkpoints.fingerprints import source_fingerprint
 from mha2gqa.checkpoints.reader import open_checkpoint
 from mha2gqa.commands.bench import bench, longest_context
 from mha2gqa.commands.builtin import resolve_data, resolve_model
@@ -24,7 +25,7 @@ from mha2gqa.commands.describe import describe
 from mha2gqa.commands.estimate import parallel_warnings, plan, suggested
 from mha2gqa.commands.push import push
 from mha2gqa.commands.run_recipe import run
-from mha2gqa.commands.stages import StageRecords, stamp
+from mha2gqa.commands.stages import StageRecords
 from mha2gqa.commands.sweep import Cell, grid, sweep
 from mha2gqa.config import (
     ConvertRecipe,
@@ -394,9 +395,12 @@ def test_other_processes_wait_for_the_first(tmp_path: Path, monkeypatch: pytest.
 def test_stamps_follow_contents(tmp_path: Path) -> None:
     file = tmp_path / "a.txt"
     file.write_text("one")
-    first = stamp(str(file))
+    first = source_fingerprint(str(file))
     file.write_text("two")
-    assert stamp(str(file)) != first and stamp("org/name:en:train") == "org/name:en:train"
+    assert (
+        source_fingerprint(str(file)) != first
+        and source_fingerprint("org/name:en:train") == "org/name:en:train"
+    )
 
 
 # --- sweep -----------------------------------------------------------------------------------------------

@@ -17,12 +17,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from training import TINY, family, write_text
 
+from mha2gqa.checkpoints.fingerprints import file_fingerprint
 from mha2gqa.errors import CheckpointError, UsageError
 from mha2gqa.uptraining import trainer as trainer_module
 from mha2gqa.uptraining import uptrain
 from mha2gqa.uptraining.guard import SpikeGuard
 from mha2gqa.uptraining.interruption import Interrupted
-from mha2gqa.uptraining.run_dir import RunDirectory, file_fingerprint
+from mha2gqa.uptraining.run_dir import RunDirectory
 
 STEPS = 10
 RUN = {"tokens": 64 * STEPS, "save_steps": 3, "learning_rate": 3e-3, "eval_steps": 4, **TINY}

@@ -12,8 +12,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..checkpoints.atomic import write_text
 from ..checkpoints.reader import Checkpoint, TensorInfo, open_checkpoint
-from ..checkpoints.writer import check_space, copy_side_files, plan_shards, write_shards, write_text
+from ..checkpoints.writer import check_space, copy_side_files, plan_shards, write_shards
 from ..errors import CheckpointError
 from .routes import plan
 from .tensor_map import ArchConversion, TensorMap, copied

@@ -1,5 +1,6 @@
 """The table of architectures: how each stores its attention, and what may be done to it."""
 
+from ..checkpoints.hf_config import lookup
 from .listing import list_architectures
 from .locate import config_changes, find_attention_modules, geometry, kv_heads_before, plan_groups
 from .registry import find_spec
@@ -11,7 +12,6 @@ from .spec import (
     Target,
     Variant,
     check_groups,
-    lookup,
     rotary_dim,
     valid_groups,
 )

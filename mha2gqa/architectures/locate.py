@@ -6,8 +6,9 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from ..checkpoints.hf_config import class_default, lookup
 from ..errors import CheckpointError
-from .spec import AttentionModule, AttentionSpec, Geometry, Variant, check_groups, lookup
+from .spec import AttentionModule, AttentionSpec, Geometry, Variant, check_groups
 
 
 def _role_pattern(spec: AttentionSpec) -> tuple[re.Pattern[str], dict[str, str]]:
@@ -87,15 +88,6 @@ def _checked_sites(
             )
         modules[layer, which] = AttentionModule(path, layer, spec.modules[which][0], names)
     return list(modules.values())
-
-
-def class_default(model_type: str, key: str) -> Any:
-    """What the config class of `model_type` takes for a key that config.json leaves out, or None."""
-    from transformers import CONFIG_MAPPING
-
-    if model_type not in CONFIG_MAPPING:
-        return None
-    return lookup(CONFIG_MAPPING[model_type]().to_dict(), key)
 
 
 def layer_value(text: Mapping[str, Any], key: str, layer: int) -> Any:

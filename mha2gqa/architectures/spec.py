@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from ..checkpoints.hf_config import lookup
 from ..errors import UsageError
 
 Position = Literal["half_split", "interleaved", "none", "alibi", "relative", "unknown"]
@@ -221,16 +222,6 @@ class Geometry:
     num_kv_heads: int
     head_dim: int
     value_dim: int
-
-
-def lookup(config: Mapping[str, Any], key: str) -> Any:
-    """Value of a dotted key in raw JSON, or None."""
-    node: Any = config
-    for part in key.split("."):
-        if not isinstance(node, Mapping):
-            return None
-        node = node.get(part)
-    return node
 
 
 def valid_groups(num_kv_heads: int, spec: AttentionSpec | None = None) -> list[int]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..checkpoints.loading import quiet
 from ..errors import CheckpointError
 from .second_moments import SecondMoments
 
@@ -134,7 +135,7 @@ def observing(model: Any, modules: Mapping[str, torch.nn.Module]) -> Iterator[di
     own = [config._attn_implementation for config in inner]
     hooks = []
     try:
-        with _quiet():
+        with quiet():
             model.set_attn_implementation(IMPLEMENTATION)
         for path, module in modules.items():
             hooks.append(module.register_forward_pre_hook(before(found[path]), with_kwargs=True))
@@ -145,16 +146,3 @@ def observing(model: Any, modules: Mapping[str, torch.nn.Module]) -> Iterator[di
             hook.remove()
         for config, name in zip(inner, own, strict=True):  # from the outermost, which tells its parts
             config._attn_implementation = name
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """No warning from classes whose attention cannot be swapped: `collect` tells in its own words."""
-    from transformers.utils import logging
-
-    level = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)

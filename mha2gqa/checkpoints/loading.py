@@ -3,96 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import pickle
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from safetensors import SafetensorError
 
-from ..errors import CheckpointError, UsageError, config_refusals, hub_refusals, reason
+from ..errors import CheckpointError, UsageError, reason
 from ..modeling import refuse_encoder, register
+from .dtypes import OPTION_NAMES, named_dtype, torch_dtype
+from .hf_config import is_encoder_decoder, load_config_json, stored_dtype, text_config
 from .ignored_keys import without_ignored
+from .json_files import read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 ModelClass = Literal["causal", "seq2seq", "auto"]
-DTYPES = {
-    "float32": torch.float32,
-    "fp32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "bf16": torch.bfloat16,
-    "float16": torch.float16,
-    "fp16": torch.float16,
-    "float64": torch.float64,
-}
-# What transformers and its readers raise for a folder that cannot be loaded.
-LOAD_ERRORS: tuple[type[Exception], ...] = (
-    OSError,
-    ValueError,
-    KeyError,
-    TypeError,
-    RuntimeError,
-    ImportError,
-    EOFError,
-    SafetensorError,
-    pickle.UnpicklingError,
-)
-
-
-def load_config_json(path: str | Path, *, revision: str | None = None) -> dict[str, Any]:
-    """The raw `config.json` of a folder or Hub id, unknown keys and order kept.
-
-    Raises:
-        CheckpointError: There is none, or it is not a JSON object.
-    """
-    file = Path(path) / "config.json"
-    if not Path(path).exists():
-        file = _hub_file(str(path), "config.json", revision)
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise CheckpointError(
-            "no config.json", where=path, fix="give a folder in the Hugging Face format"
-        ) from error
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"not readable as JSON ({error})", where=file, fix="restore the file"
-        ) from error
-    if not isinstance(config, dict):
-        raise CheckpointError("not a JSON object", where=file, fix="restore the file")
-    return config
-
-
-def _hub_file(repo: str, name: str, revision: str | None) -> Path:
-    from huggingface_hub import hf_hub_download
-
-    try:
-        return Path(hf_hub_download(repo, name, revision=revision))
-    except hub_refusals() as error:  # no such repository or file, offline, malformed id
-        raise CheckpointError(
-            f"neither a local folder nor a Hub model with {name} ({reason(error)})",
-            where=repo,
-            fix="check the path, or that the model is in the cache when offline",
-        ) from error
-
-
-def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The part of a raw config that describes the text model (`text_config` where there is one)."""
-    nested = config.get("text_config")
-    return nested if isinstance(nested, Mapping) else config
-
-
-def stored_dtype(config: Mapping[str, Any]) -> torch.dtype:
-    """The dtype a raw config names (`dtype`, or `torch_dtype` in older files); float32 where none."""
-    for holder in (config, text_config(config)):
-        name = holder.get("dtype") or holder.get("torch_dtype")
-        if isinstance(name, str):
-            return DTYPES.get(name.removeprefix("torch."), torch.float32)
-    return torch.float32
 
 
 def resolve_device(device: str | torch.device = "auto") -> torch.device:
@@ -136,9 +63,11 @@ def resolve_dtype(
         return dtype
     if dtype == "auto":
         return torch.float32 if device is None or device.type == "cpu" else stored
-    if dtype not in DTYPES:
-        raise UsageError("no such dtype", where=f"--dtype {dtype}", fix=f"try auto, {', '.join(DTYPES)}")
-    return DTYPES[dtype]
+    if dtype not in OPTION_NAMES or (found := named_dtype(dtype)) is None:
+        raise UsageError(
+            "no such dtype", where=f"--dtype {dtype}", fix=f"try auto, {', '.join(OPTION_NAMES)}"
+        )
+    return torch_dtype(found.stored)
 
 
 def load_tokenizer(
@@ -153,7 +82,7 @@ def load_tokenizer(
 
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, revision=revision)
-    except LOAD_ERRORS + config_refusals() as error:
+    except Exception as error:  # whatever a class or a reader raises, it is this folder that it refuses
         raise CheckpointError(
             f"its tokenizer cannot be loaded ({reason(error)})",
             where=path,
@@ -215,7 +144,7 @@ def load_model(
                 ignore_mismatched_sizes=True,  # reported in `info`, and refused below with the rest
                 **common,
             )
-        except LOAD_ERRORS + config_refusals() as error:
+        except Exception as error:  # as above
             raise CheckpointError(
                 f"cannot be loaded ({reason(error)})",
                 where=path,
@@ -241,7 +170,7 @@ def loading_class(raw: Mapping[str, Any], model_class: ModelClass = "auto") -> A
 
     model_type, own = raw.get("model_type"), raw.get("auto_map", ())
     if model_class == "auto":
-        model_class = "seq2seq" if raw.get("is_encoder_decoder") else "causal"
+        model_class = "seq2seq" if is_encoder_decoder(raw) else "causal"
     if model_class == "seq2seq":
         speech = model_type in known.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES
         if speech or "AutoModelForSpeechSeq2Seq" in own:
@@ -328,9 +257,7 @@ def weight_bytes(folder: Path) -> int | None:
     ):
         names = [single] if (folder / single).exists() else []
         if not names and (folder / index).exists():
-            names = sorted(
-                set(json.loads((folder / index).read_text(encoding="utf-8"))["weight_map"].values())
-            )
+            names = sorted(set(map(str, read_json(folder / index).get("weight_map", {}).values())))
         if names:
             return sum((folder / name).stat().st_size for name in names if (folder / name).exists())
     return None
@@ -361,7 +288,7 @@ def quiet() -> Iterator[None]:
     from transformers.utils import logging
 
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
+    logging.set_verbosity(logging.CRITICAL)
     logging.disable_progress_bar()
     try:
         yield

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError, hub_refusals, reason
+from .dtypes import stored_name, stored_nbytes
+from .json_files import read_json
 
 MANIFEST = "mha2gqa.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -31,22 +33,6 @@ _WEIGHT_SUFFIXES = (
 )
 _WEIGHT_FOLDERS = ("original", "onnx", "openvino", "coreml")
 
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-}
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-
 
 @dataclass(frozen=True)
 class TensorInfo:
@@ -60,17 +46,12 @@ class TensorInfo:
 
     @property
     def nbytes(self) -> int:
-        return itemsize(self.dtype) * torch.Size(self.shape).numel()
+        return stored_nbytes(self.dtype, self.shape)
 
     @property
     def plain(self) -> bool:
         """Whether its bytes lie in the file as they are: not inside a .bin, not made from other tensors."""
         return self.end > self.begin
-
-
-def itemsize(dtype: str) -> int:
-    """Bytes of one element of a safetensors dtype name."""
-    return DTYPES[dtype].itemsize if dtype in DTYPES else 1
 
 
 def read_header(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str]]:
@@ -106,25 +87,6 @@ def read_header(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str]]:
     if end > size:
         raise CheckpointError(f"truncated: {size} of {end} bytes", where=path, fix="download it again")
     return table, metadata
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file.
-
-    Raises:
-        CheckpointError: It is missing, broken, or no object.
-    """
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError("missing", where=path, fix="a checkpoint folder needs it") from None
-    except ValueError as error:
-        raise CheckpointError(
-            f"not valid JSON ({error})", where=path, fix="restore the original file"
-        ) from error
-    if not isinstance(value, dict):
-        raise CheckpointError("not a JSON object", where=path, fix="restore the original file")
-    return value
 
 
 class Checkpoint:
@@ -226,7 +188,7 @@ class Checkpoint:
                 fix="save the model as safetensors first",
             ) from error
         self._bins[name] = state
-        return {key: TensorInfo(name, DTYPE_NAMES[x.dtype], tuple(x.shape)) for key, x in state.items()}
+        return {key: TensorInfo(name, stored_name(x.dtype), tuple(x.shape)) for key, x in state.items()}
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:

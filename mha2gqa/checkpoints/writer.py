@@ -21,7 +21,9 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError, UsageError
-from .reader import DTYPE_NAMES, INDEX, MANIFEST, SINGLE, Checkpoint, TensorInfo, itemsize
+from .atomic import sync_file, sync_folder, write_text
+from .dtypes import stored_dtype_bits, stored_name, stored_nbytes
+from .reader import INDEX, MANIFEST, SINGLE, Checkpoint, TensorInfo
 
 _ALIGNMENT = 8  # of the header, as safetensors asks
 
@@ -45,7 +47,7 @@ class Shard:
 
 def entry_nbytes(entry: TensorInfo | NewTensor) -> int:
     """Bytes an entry takes on disk."""
-    return itemsize(entry.dtype) * torch.Size(entry.shape).numel()
+    return stored_nbytes(entry.dtype, entry.shape)
 
 
 def plan_shards(
@@ -178,7 +180,7 @@ def _index(shards: Sequence[Shard]) -> dict[str, Any]:
 
 def _lay_out(checkpoint: Checkpoint, shard: Shard) -> _Layout:
     # Widest dtypes first, as safetensors does, so that every tensor stays aligned; stable otherwise.
-    ordered = sorted(shard.entries.items(), key=lambda item: -itemsize(item[1].dtype))
+    ordered = sorted(shard.entries.items(), key=lambda item: -stored_dtype_bits(item[1].dtype))
     header: dict[str, Any] = {"__metadata__": checkpoint.metadata}
     end = 0
     for name, entry in ordered:
@@ -242,12 +244,12 @@ def _complete(path: Path, copied: Sequence[Future[None]]) -> None:
     """Wait until the bytes of a file are copied, and on the disk."""
     for part in copied:
         part.result()
-    _sync(path)
+    sync_file(path)
 
 
 def _write_tensor(file: BinaryIO, checkpoint: Checkpoint, name: str, entry: TensorInfo | NewTensor) -> int:
     tensor = entry.make() if isinstance(entry, NewTensor) else checkpoint.read(name)
-    if tuple(tensor.shape) != tuple(entry.shape) or DTYPE_NAMES[tensor.dtype] != entry.dtype:
+    if tuple(tensor.shape) != tuple(entry.shape) or stored_name(tensor.dtype) != entry.dtype:
         raise AssertionError(
             f"{name}: made {tensor.dtype} {tuple(tensor.shape)}, planned {entry.dtype} {entry.shape}"
         )
@@ -267,14 +269,6 @@ def _finite(tensor: Tensor) -> bool:
     if not tensor.is_floating_point() or not tensor.numel():
         return True
     return all(bool(extreme.isfinite()) for extreme in torch.aminmax(tensor))
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write `text` and sync it to disk."""
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def copy_side_files(checkpoint: Checkpoint, out: Path) -> list[str]:
@@ -342,7 +336,7 @@ def publish(out: Path, force: bool = False) -> Iterator[Path]:
     partial.mkdir()
     try:
         yield partial
-        _sync_folder(partial)
+        sync_folder(partial)
         replaced = None
         if out.exists():
             if force and any(out.iterdir()):
@@ -351,7 +345,7 @@ def publish(out: Path, force: bool = False) -> Iterator[Path]:
             else:
                 out.rmdir()
         partial.rename(out)
-        _sync_folder(out.parent)
+        sync_folder(out.parent)
         if replaced:
             shutil.rmtree(replaced)
     except OSError as error:
@@ -364,17 +358,3 @@ def publish(out: Path, force: bool = False) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-
-
-def _sync(path: Path, flags: int = os.O_RDWR) -> None:
-    """Return when a file (or, opened to be read, a folder) is on the disk."""
-    handle = os.open(path, flags)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _sync_folder(path: Path) -> None:
-    with suppress(OSError):  # some file systems cannot sync a folder
-        _sync(path, os.O_RDONLY)

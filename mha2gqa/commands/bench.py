@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..checkpoints.loading import load_config_json, load_model, resolve_device, resolve_dtype, stored_dtype
+from ..checkpoints.hf_config import is_encoder_decoder, load_config_json, stored_dtype
+from ..checkpoints.loading import load_model, resolve_device, resolve_dtype
 from ..errors import UnsupportedModelError, UsageError
 from ..evaluation.setup import context_length
-from ..kv_cache import decode_step_bytes, known_config, kv_bytes, step_weight_bytes
+from ..kv_cache import decode_step_bytes, kv_bytes, step_weight_bytes
 from ..results import Result
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ def bench(
     paths = [str(models)] if isinstance(models, (str, Path)) else [str(path) for path in models]
     for path in paths:
         config = load_config_json(path)
-        if getattr(known_config(config), "is_encoder_decoder", False):
+        if is_encoder_decoder(config):
             raise UnsupportedModelError(
                 f"{config.get('model_type')} is an encoder-decoder, and only decoders are timed",
                 where=path,

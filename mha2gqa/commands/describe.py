@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,13 +9,12 @@ from typing import Any
 
 from ..arch_conversion import ArchConversion, shapes_of
 from ..arch_conversion import plan as plan_reexpression
-from ..checkpoints.loading import load_config_json, loading_class
-from ..checkpoints.reader import Checkpoint, itemsize, read_json
-from ..errors import CheckpointError, UnsupportedModelError, config_refusals, hub_refusals, reason
-from ..kv_cache import as_numbers
-
-BUILD_ERRORS: tuple[type[Exception], ...] = (ImportError, RuntimeError)
-_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "float64": "F64"}
+from ..checkpoints.dtypes import stored_nbytes
+from ..checkpoints.hf_config import as_numbers, config_dtype, load_config_json
+from ..checkpoints.json_files import read_json
+from ..checkpoints.loading import loading_class
+from ..checkpoints.reader import Checkpoint
+from ..errors import CheckpointError, UnsupportedModelError, hub_refusals, reason
 
 
 @dataclass(frozen=True)
@@ -53,7 +51,7 @@ class Description:
 
     def nbytes(self, name: str, shape: tuple[int, ...] | None = None) -> int:
         """Bytes of a tensor, or of one of another shape in its dtype."""
-        return math.prod(self.shapes[name] if shape is None else shape) * itemsize(self.dtypes[name])
+        return stored_nbytes(self.dtypes[name], self.shapes[name] if shape is None else shape)
 
     @property
     def total(self) -> int:
@@ -129,7 +127,7 @@ def _from_config(source: str, config: dict[str, Any]) -> Description:
         with torch.device("meta"):
             chosen, known = loading_class(config), AutoConfig.for_model(config["model_type"], **values)
             model = chosen.from_config(known) if hasattr(chosen, "from_config") else chosen(known)
-    except BUILD_ERRORS + config_refusals() as error:
+    except Exception as error:  # whatever the class raises, it is this config that it refuses
         raise UnsupportedModelError(
             f"no weights here, and no stock class can be built from the config ({reason(error)})",
             where=source,
@@ -137,5 +135,6 @@ def _from_config(source: str, config: dict[str, Any]) -> Description:
         ) from error
     tied = set(getattr(model, "all_tied_weights_keys", {}) or {})
     shapes = {name: tuple(x.shape) for name, x in model.state_dict().items() if name not in tied}
-    stored = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
-    return Description(source, config, shapes, dict.fromkeys(shapes, _DTYPES.get(stored, "F32")), False)
+    named = config_dtype(config)
+    dtypes = dict.fromkeys(shapes, "F32" if named is None else named.stored)
+    return Description(source, config, shapes, dtypes, False)

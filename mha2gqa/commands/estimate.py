@@ -9,15 +9,13 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from ..architectures import AttentionSpec, Geometry, find_spec, valid_groups
-from ..checkpoints.loading import text_config
+from ..checkpoints.hf_config import is_encoder_decoder, longest_context, text_config
 from ..conversion.plan import Plan, plan_conversion, plan_modules
 from ..conversion.rewrite import module_changes
 from ..data.spans import ENCODER_TOKENS
 from ..errors import UsageError
-from ..evaluation.setup import context_length
 from ..kv_cache import (
     decode_step_bytes,
-    known_config,
     kv_bytes,
     kv_bytes_per_token,
     max_batch,
@@ -168,18 +166,12 @@ def plan(
 
 def _reach(config: Mapping[str, Any]) -> tuple[int | None, int]:
     """Most tokens the decoder was built for, None where nothing limits it; and what to assume then."""
-    known = known_config(config)
-    if not getattr(known, "is_encoder_decoder", False):
-        return context_length(config), 4096
-    keys = ("max_target_positions", "max_position_embeddings", "n_positions")
-    found = (getattr(known, key, None) for key in keys)
-    return next((n for n in found if isinstance(n, int) and n > 0), None), ENCODER_TOKENS
+    return longest_context(config), ENCODER_TOKENS if is_encoder_decoder(config) else 4096
 
 
 def _merging(config: Mapping[str, Any]) -> str:
     """Words of `convert` that merge heads best: text cannot calibrate what never saw corrupted spans."""
-    encoder_decoder = getattr(known_config(config), "is_encoder_decoder", False)
-    if encoder_decoder and str(config["model_type"]).removeprefix(PREFIX) not in SPAN_CORRUPTED:
+    if is_encoder_decoder(config) and str(config["model_type"]).removeprefix(PREFIX) not in SPAN_CORRUPTED:
         return "--method joint"
     return "--calibration TEXT.jsonl"
 

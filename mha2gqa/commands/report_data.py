@@ -9,7 +9,8 @@ from typing import Any
 
 import yaml
 
-from ..checkpoints.loading import load_config_json, loading_class
+from ..checkpoints.hf_config import load_config_json
+from ..checkpoints.loading import loading_class
 from ..config import Recipe
 from ..report import Report, hub_name
 from ..results import versions

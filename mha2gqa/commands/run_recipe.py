@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ..checkpoints.loading import load_config_json
+from ..checkpoints.fingerprints import source_fingerprint, source_fingerprints
+from ..checkpoints.hf_config import load_config_json
 from ..config import FitRecipe, Recipe, check_training_words, load_recipe, parse_size, recipe_from_dict
 from ..conversion.checkpoint import convert
 from ..errors import UsageError
@@ -24,7 +25,7 @@ from .bench import bench, longest_context
 from .builtin import resolve_data, resolve_model
 from .dry_run import rehearse
 from .report_data import Outcome, build_report
-from .stages import StageRecords, stamp, stamps
+from .stages import StageRecords
 
 logger = logging.getLogger(__name__)
 
@@ -145,7 +146,7 @@ class Job:
         if self.texts == Path():
             self.texts = self.folder / "text"
         self.source = resolve_model(self.recipe.source)
-        self.original = stamp(self.source)
+        self.original = source_fingerprint(self.source)
 
     @property
     def converted(self) -> Path:
@@ -190,7 +191,7 @@ class Job:
         inputs = {
             "source": self.original,
             "convert": self._named(words),
-            "text": stamps(words["calibration"]),
+            "text": source_fingerprints(words["calibration"]),
         }
         groups = words.pop("groups")
         if not words["calibration"]:
@@ -214,7 +215,11 @@ class Job:
         if words.pop("agreement", False):
             words["against"] = next(iter(models.values()))
         words["trust_remote_code"] = self.recipe.trust_remote_code
-        inputs = {"evaluate": words, "text": stamps(data), "models": {r: stamp(p) for r, p in models.items()}}
+        inputs = {
+            "evaluate": words,
+            "text": source_fingerprints(data),
+            "models": {r: source_fingerprint(p) for r, p in models.items()},
+        }
 
         def work(replace: bool) -> dict[str, Any]:
             found = evaluate(list(models.values()), data, **words).to_dict()
@@ -230,8 +235,11 @@ class Job:
         words = self.recipe.uptrain.options()
         further = words.pop("training_args", {})
         data = resolve_data(words.pop("data"), self.texts)
-        inputs = {"uptrain": self._named(words | further), "converted": stamp(str(self.converted))}
-        inputs["text"] = stamps(data)
+        inputs = {
+            "uptrain": self._named(words | further),
+            "converted": source_fingerprint(str(self.converted)),
+        }
+        inputs["text"] = source_fingerprints(data)
         if "eval_data" in words:
             words["eval_data"] = tuple(resolve_data(words["eval_data"], self.texts))
         words |= {"force": self.records.force, "trust_remote_code": self.recipe.trust_remote_code}
@@ -252,7 +260,7 @@ class Job:
         """Measured decode speed of a checkpoint, at the report's batch and context as far as the model reaches."""
         batch, context = self.recipe.report.batch, self.recipe.report.context
         context = min(context, longest_context(load_config_json(model)) or context)
-        inputs = {"batch": batch, "context": context, "model": stamp(model)}
+        inputs = {"batch": batch, "context": context, "model": source_fingerprint(model)}
 
         def work(replace: bool) -> dict[str, Any]:
             found = bench(model, batch=batch, context=context).models[0]

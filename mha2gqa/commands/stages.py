@@ -2,48 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..checkpoints.atomic import replacing
+from ..checkpoints.fingerprints import source_fingerprint
 from ..distributed import is_rank_zero
 from ..errors import UsageError
-from ..uptraining.run_dir import changed_keys, checkpoint_fingerprint
+from ..uptraining.run_dir import changed_keys
 
 logger = logging.getLogger(__name__)
 POLL_SECONDS = 1.0
-
-
-def stamp(name: str) -> str:
-    """A fingerprint of a model or of data, cheap to take: contents are sampled, hub names stand for themselves."""
-    path = Path(name)
-    if path.is_dir() and (path / "config.json").exists():
-        return checkpoint_fingerprint(path)
-    if path.is_dir():
-        return _digest(sorted(p for p in path.rglob("*") if p.is_file()))
-    return _digest([path]) if path.is_file() else name
-
-
-def _digest(files: Sequence[Path]) -> str:
-    digest = hashlib.sha256()
-    for file in files:
-        size = file.stat().st_size
-        digest.update(f"{file.name} {size}".encode())
-        with file.open("rb") as handle:
-            digest.update(handle.read(1 << 20))
-            handle.seek(max(0, size - (1 << 20)))
-            digest.update(handle.read())
-    return digest.hexdigest()[:16]
-
-
-def stamps(names: Sequence[str]) -> dict[str, str]:
-    """`stamp` of every name."""
-    return {name: stamp(name) for name in names}
 
 
 @dataclass
@@ -115,7 +89,7 @@ class StageRecords:
     ) -> bool:
         if record is None or record["inputs"] != inputs:
             return False
-        return product is None or (product.exists() and record["product"] == stamp(str(product)))
+        return product is None or (product.exists() and record["product"] == source_fingerprint(str(product)))
 
     def _refuse(self, name: str, record: Mapping[str, Any], inputs: Mapping[str, Any], product: Path) -> None:
         changes = "; ".join(changed_keys(_flat(record["inputs"]), _flat(inputs))) or "its files"
@@ -143,11 +117,10 @@ class StageRecords:
 
     def _write(self, name: str, inputs: Mapping[str, Any], result: Any, product: Path | None) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        made = None if product is None else stamp(str(product))
+        made = None if product is None else source_fingerprint(str(product))
         text = json.dumps({"inputs": inputs, "product": made, "result": result}, indent=1, ensure_ascii=False)
-        partial = self.folder / f"{name}.partial"
-        partial.write_text(text + "\n", encoding="utf-8")
-        partial.replace(self._path(name))
+        with replacing(self._path(name)) as partial:
+            partial.write_text(text + "\n", encoding="utf-8")
 
     def _await(self, name: str, inputs: Mapping[str, Any], product: Path | None) -> dict[str, Any]:
         while True:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from ..architectures.arch_conversions import differs_for_mqa
-from ..checkpoints.loading import load_config_json
+from ..checkpoints.hf_config import load_config_json
 from ..config import Recipe
 from ..config.sections import Method
 from ..errors import UsageError

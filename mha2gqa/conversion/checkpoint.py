@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from ..arch_conversion import ArchConvertedCheckpoint, as_architecture, carry_tokenizer, written
-from ..checkpoints.reader import MANIFEST, Checkpoint, open_checkpoint, read_json
+from ..checkpoints.atomic import write_text
+from ..checkpoints.json_files import read_json
+from ..checkpoints.reader import MANIFEST, Checkpoint, open_checkpoint
 from ..checkpoints.writer import (
     NewTensor,
     check_output,
@@ -23,7 +25,6 @@ from ..checkpoints.writer import (
     plan_shards,
     publish,
     write_shards,
-    write_text,
 )
 from ..errors import CheckpointError, UnsupportedModelError
 from ..modeling import modeling_file

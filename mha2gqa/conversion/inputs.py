@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from ..calibration import Batch
+from ..checkpoints.hf_config import is_encoder_decoder, known_config, longest_context
 from ..data import cut_blocks, encode_documents, first_tokens, read_documents, span_corruption, within
 from ..data.spans import sentinel_ids
 from ..errors import DataError, UsageError
 from ..evaluation import block_loss
-from ..kv_cache import known_config
 from .options import CalibrationOptions
 
 if TYPE_CHECKING:
@@ -87,12 +87,11 @@ def calibration_inputs(
         UsageError: An encoder-decoder that was not pretrained on corrupted spans.
     """
     texts = read_documents(options.texts, text_column=options.text_column)
-    window = min(options.window, context(config) or options.window)
-    known = known_config(config)
-    embeddings = getattr(known, "vocab_size", None)
+    window = min(options.window, longest_context(config) or options.window)
+    embeddings = getattr(known_config(config), "vocab_size", None)
     where = tokenizer.name_or_path or "tokenizer"
     ids = within(encode_documents(tokenizer, texts), embeddings, where)
-    if not getattr(known, "is_encoder_decoder", False):
+    if not is_encoder_decoder(config):
         return Inputs(calibration_blocks(ids, window, options.tokens, overlap=1))
     if not sentinel_ids(tokenizer):
         raise UsageError(
@@ -105,16 +104,6 @@ def calibration_inputs(
     encoder, targets = made(blocks.numpy(), range(len(blocks)))
     rows = {"input_ids": encoder, "decoder_input_ids": made.decoder_inputs(targets), SPAN_LABELS: targets}
     return Inputs({name: torch.from_numpy(x) for name, x in rows.items()})
-
-
-def context(config: Mapping[str, Any]) -> int | None:
-    """Most tokens a decoder takes, from its raw config."""
-    text = config.get("text_config")
-    for holder in (config, text if isinstance(text, Mapping) else {}):
-        for key in ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len"):
-            if isinstance(holder.get(key), int):
-                return int(holder[key])
-    return None
 
 
 def calibration_blocks(documents: Iterable[np.ndarray], window: int, tokens: int, overlap: int) -> Tensor:

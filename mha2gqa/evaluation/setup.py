@@ -11,17 +11,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..checkpoints.loading import (
+from ..checkpoints.hf_config import (
+    is_encoder_decoder,
+    known_config,
     load_config_json,
+    longest_context,
+    stored_dtype,
+)
+from ..checkpoints.loading import (
     load_tokenizer,
     resolve_device,
     resolve_dtype,
-    stored_dtype,
 )
 from ..data import Document, block_tokens, read_records
 from ..data.spans import ENCODER_TOKENS
 from ..errors import DataError, UsageError
-from ..kv_cache import known_config
 from .lm_eval import TaskScores, check_tasks
 from .metrics import Tally
 from .protocols import PROTOCOLS, SEQ2SEQ, SPAN_CORRUPTION, choose_bos
@@ -31,7 +35,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 DEFAULT_WINDOW = 2048
-CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length")
 PROBE_DOCUMENTS, PROBE_CHARACTERS = 20, 20_000  # text on which tokenizers are compared beforehand
 
 
@@ -147,14 +150,7 @@ def read(config: EvaluateConfig) -> Iterator[Document]:
 
 def context_length(config: Mapping[str, Any]) -> int | None:
     """Most tokens a model was built for, from its raw config; None where nothing limits it."""
-    return _context_length(known_config(config))
-
-
-def _context_length(values: Any) -> int | None:
-    if getattr(values, "is_encoder_decoder", False):
-        return None
-    found = (getattr(values, key, None) for key in CONTEXT_KEYS)
-    return next((n for n in found if isinstance(n, int) and n > 0), None)
+    return None if is_encoder_decoder(config) else longest_context(config)
 
 
 def _for_kind(config: EvaluateConfig, notices: list[str]) -> EvaluateConfig:
@@ -167,7 +163,7 @@ def _for_kind(config: EvaluateConfig, notices: list[str]) -> EvaluateConfig:
 
 def _is_encoder_decoder(subject: Subject) -> bool:
     raw = subject.model.config.to_dict() if isinstance(subject, LoadedModel) else load_config_json(subject)
-    return bool(getattr(known_config(raw), "is_encoder_decoder", False))
+    return is_encoder_decoder(raw)
 
 
 def _entry(subject: Subject, config: EvaluateConfig) -> Entry:
@@ -180,7 +176,7 @@ def _entry(subject: Subject, config: EvaluateConfig) -> Entry:
 
 def _check_kind(entry: Entry, protocol: str) -> None:
     """A protocol scores either decoders or encoder-decoders."""
-    encoder_decoder = bool(getattr(entry.known, "is_encoder_decoder", False))
+    encoder_decoder = is_encoder_decoder(entry.config)
     if encoder_decoder != (protocol in SEQ2SEQ):
         fitting = [name for name in PROTOCOLS if (name in SEQ2SEQ) == encoder_decoder]
         kind = "an encoder-decoder" if encoder_decoder else "a decoder"
@@ -196,7 +192,7 @@ def _window(config: EvaluateConfig, entries: list[Entry], notices: list[str]) ->
     least = 2 if config.protocol == "wikitext2" else 1
     if asked is not None and asked < least:
         raise UsageError("too short to score anything", where=f"--window {asked}")
-    contexts = {e.name: n for e in entries if (n := _context_length(e.known)) is not None}
+    contexts = {e.name: n for e in entries if (n := context_length(e.config)) is not None}
     if not contexts:
         usual = block_tokens(ENCODER_TOKENS) if config.protocol == SPAN_CORRUPTION else DEFAULT_WINDOW
         return usual if asked is None else asked

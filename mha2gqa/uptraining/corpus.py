@@ -12,13 +12,14 @@ from typing import Any
 
 import numpy as np
 
+from ..checkpoints.atomic import write_json
 from ..data import Document, cut_blocks, encode_documents, held_out, read_records, within
 from ..data.chat import encode_chats
 from ..distributed import is_rank_zero
 from ..errors import DataError, UsageError
 from .batches import BlockOrder, Blocks, BlockStream, Collate, Collator, Mixture, save_blocks, share_out
 from .budget import Budget, UptrainConfig
-from .run_dir import check_sources, write_json
+from .run_dir import check_sources
 
 SHUFFLED_BYTES = 4 << 30  # text held in memory to be shuffled; beyond it only the beginning is used
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ..checkpoints.hf_config import is_encoder_decoder
 from ..data import block_tokens, eos_id, span_corruption
 from ..data.spans import ENCODER_TOKENS
 from ..errors import UsageError
@@ -12,13 +13,6 @@ from .batches import Collator, SpanCollator
 from .budget import UptrainConfig
 
 LONGEST = 2048  # default window of decoders, where their positions allow
-
-
-def is_encoder_decoder(raw: Mapping[str, Any]) -> bool:
-    """Whether a raw config is of an encoder-decoder."""
-    from ..kv_cache import known_config
-
-    return bool(getattr(known_config(raw), "is_encoder_decoder", False))
 
 
 def choose_window(asked: int | None, raw: Mapping[str, Any], name: str) -> int:

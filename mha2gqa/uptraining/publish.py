@@ -13,9 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..checkpoints.atomic import write_text
+from ..checkpoints.dtypes import torch_dtype
 from ..checkpoints.ignored_keys import without_ignored
+from ..checkpoints.json_files import read_json
 from ..checkpoints.loading import quiet
-from ..checkpoints.reader import DTYPES, MANIFEST, Checkpoint, edit_config, read_json
+from ..checkpoints.reader import MANIFEST, Checkpoint, edit_config
 from ..checkpoints.writer import (
     NewTensor,
     check_space,
@@ -23,7 +26,6 @@ from ..checkpoints.writer import (
     plan_shards,
     publish,
     write_shards,
-    write_text,
 )
 from ..errors import CheckpointError
 from ..results import SCHEMA_VERSION
@@ -98,7 +100,7 @@ def replacements(state: Mapping[str, Tensor], source: Checkpoint) -> dict[str, N
     new = {}
     for name in state:
         info = source.tensors[name]
-        dtype = DTYPES[info.dtype]
+        dtype = torch_dtype(info.dtype)
         if not torch.equal(make(name, dtype), source.read(name)):
             new[name] = NewTensor(info.dtype, info.shape, partial(make, name, dtype))
     return new

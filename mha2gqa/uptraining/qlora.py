@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..checkpoints.loading import load_model, stored_dtype
+from ..checkpoints.hf_config import stored_dtype
+from ..checkpoints.loading import load_model
 from ..errors import UsageError
 from .adapters import EXACT, add_adapter, merge_adapter, plan_adapter, probe, relative_difference
 from .budget import UptrainConfig

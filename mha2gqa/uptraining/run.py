@@ -12,15 +12,15 @@ from typing import Any
 
 import torch
 
+from ..checkpoints.fingerprints import checkpoint_fingerprint
+from ..checkpoints.hf_config import is_encoder_decoder, load_config_json, stored_dtype, text_config
+from ..checkpoints.json_files import read_json
 from ..checkpoints.loading import (
-    load_config_json,
     load_model,
     load_tokenizer,
     resolve_device,
-    stored_dtype,
-    text_config,
 )
-from ..checkpoints.reader import MANIFEST, Checkpoint, open_checkpoint, read_json
+from ..checkpoints.reader import MANIFEST, Checkpoint, open_checkpoint
 from ..checkpoints.writer import check_output
 from ..distributed import is_rank_zero
 from ..errors import UsageError
@@ -35,7 +35,7 @@ from .prepare import check_taught, choose_objective, choose_window, make_collato
 from .publish import manifest_with, publish_trained
 from .qlora import add_quantised_adapter, merge_quantised, require_bitsandbytes
 from .result import UptrainResult, summarise
-from .run_dir import TEACHER, RunDirectory, changed_keys, checkpoint_fingerprint, recipe_keys
+from .run_dir import TEACHER, RunDirectory, changed_keys, recipe_keys
 from .teacher import Teacher, check_teacher, check_tokenizers, find_teacher, load_teacher
 from .teacher_cache import cache_teacher
 from .train import TrainingRun, memory_advice, train
@@ -258,7 +258,7 @@ def _train_checkpoint(
         student = load_model(source.path, dtype=torch.float32, device="cpu", trust_remote_code=consent)
     if config.isolate_documents:
         require_isolation(student)
-    if config.train == "all" and text is not source.config and not source.config.get("is_encoder_decoder"):
+    if config.train == "all" and text is not source.config and not is_encoder_decoder(source.config):
         kept = train_text_only(student)
         notices.append(
             f"{len(kept)} tensors outside the text model keep their values: text does not train them"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
 import json
 import logging
 import os
@@ -12,10 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from safetensors import SafetensorError
 
+from ..checkpoints.atomic import FileLock, write_json
+from ..checkpoints.fingerprints import file_fingerprint
 from ..data.reading import local_files
 from ..errors import CheckpointError, UsageError
 from .budget import UptrainConfig
@@ -56,18 +56,6 @@ FREE_ARGS = (
     "save_",
     "eval_",
 )
-# Files of a checkpoint beside its weights that decide what a run computes.
-STAMPED = (
-    "config.json",
-    "mha2gqa.json",
-    "tokenizer.json",
-    "tokenizer.model",
-    "spiece.model",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-)
-EDGE, PIECES, PIECE = 1 << 20, 16, 1 << 16  # bytes read at either end of a file, and in pieces between
 LOCK = "lock"  # held while a process works here; the system lets go of it however the process ends
 TEACHER = "teacher"  # folder of what the teacher said beforehand
 SOURCES = "sources.json"
@@ -86,29 +74,6 @@ def recipe_keys(config: UptrainConfig, stamp: str, teacher: str | None = None) -
     args = {k: v for k, v in config.training_args.items() if not k.startswith(FREE_ARGS)}
     plain = keys | args | {"model contents": stamp, "teacher": teacher}
     return json.loads(json.dumps(plain, default=str))
-
-
-def checkpoint_fingerprint(folder: Path) -> str:
-    """A fingerprint of a checkpoint: config, manifest, tokenizer, and size and samples of each weight file."""
-    digest = hashlib.sha256()
-    for file in sorted(folder.iterdir()):
-        if file.name in STAMPED or file.suffix in (".safetensors", ".bin"):
-            digest.update(f"{file.name} {file.stat().st_size} {file_fingerprint(file)}".encode())
-    return digest.hexdigest()[:16]
-
-
-def file_fingerprint(file: Path) -> str:
-    """A digest of both ends of a file and of pieces evenly between them; of all of a small one."""
-    size, digest = file.stat().st_size, hashlib.sha256()
-    between = (EDGE + (size - 2 * EDGE) * piece // PIECES for piece in range(PIECES))
-    with file.open("rb") as handle:
-        digest.update(handle.read(EDGE))
-        for start in between if size > 2 * EDGE else ():
-            handle.seek(start)
-            digest.update(handle.read(PIECE))
-        handle.seek(max(0, size - EDGE))
-        digest.update(handle.read())
-    return digest.hexdigest()[:16]
 
 
 def changed_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -131,7 +96,7 @@ class RunDirectory:
         self.out = out
         self.root = out.with_name(out.name + ".uptrain")
         self.recipe = self.root / "run.json"
-        self.lock: IO[str] | None = None
+        self.lock: FileLock | None = None
 
     @classmethod
     def at(cls, root: Path) -> RunDirectory:
@@ -181,28 +146,17 @@ class RunDirectory:
         Raises:
             UsageError: Another process is at work here, perhaps a worker whose launcher was killed.
         """
-        lock = (self.root / LOCK).open("a+", encoding="utf-8")
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.seek(0)
-            owner = lock.read().strip()
-            lock.close()
+        lock = FileLock(self.root / LOCK)
+        if not lock.acquire():
             raise UsageError(
-                f"process {owner} is running this", where=self.root, fix="wait for it, or stop it"
-            ) from None
-        except OSError:  # a file system without locks
-            lock.close()
-            return
-        lock.truncate(0)
-        lock.write(str(os.getpid()))
-        lock.flush()
+                f"process {lock.owner} is running this", where=self.root, fix="wait for it, or stop it"
+            )
         self.lock = lock
 
     def close(self) -> None:
         """Let other processes in."""
         if self.lock is not None:
-            self.lock.close()
+            self.lock.release()
             self.lock = None
 
     def checkpoints(self) -> list[Path]:
@@ -307,21 +261,6 @@ def _why_unwritable(error: Exception) -> str | None:
         return str(error.what)
     # torch.save says only that less arrived than it wrote.
     return "the disk took less than was written" if "inline_container" in str(error) else None
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write JSON so that the file is there whole or not at all."""
-    partial = path.with_name(path.name + ".partial")
-    try:
-        with partial.open("w", encoding="utf-8") as file:
-            json.dump(value, file, indent=2, ensure_ascii=False, default=str)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise CheckpointError(f"cannot be written ({error.strerror})", where=path) from error
 
 
 def stamp_sources(paths: Sequence[str]) -> dict[str, str]:

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checkpoints.loading import load_config_json, load_model
+from ..checkpoints.fingerprints import checkpoint_fingerprint
+from ..checkpoints.hf_config import load_config_json
+from ..checkpoints.loading import load_model
 from ..checkpoints.reader import open_checkpoint
 from ..errors import UsageError
 from .budget import Budget, UptrainConfig
 from .distributed_training import whole_models
 from .loss import Head
-from .run_dir import checkpoint_fingerprint
 
 # Inputs of a batch that change what the model computes, beside input_ids.
 EXTRA_INPUTS = ("position_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask")

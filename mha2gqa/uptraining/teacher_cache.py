@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import os
@@ -16,7 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..checkpoints.loading import load_config_json, text_config
+from ..checkpoints.atomic import FileLock, write_json
+from ..checkpoints.fingerprints import checkpoint_fingerprint
+from ..checkpoints.hf_config import load_config_json, text_config
 from ..checkpoints.reader import open_checkpoint
 from ..checkpoints.writer import check_space
 from ..errors import CheckpointError, UsageError
@@ -24,7 +25,7 @@ from .batches import Batch, Blocks, BlockStream, SpanCollator
 from .budget import Budget, UptrainConfig
 from .corpus import Corpus
 from .loss import chunk_slices, teacher_chunks
-from .run_dir import LOCK, changed_keys, checkpoint_fingerprint, write_json
+from .run_dir import LOCK, changed_keys
 from .teacher import Teacher, load_teacher, output_width
 from .throughput import forward_flops
 
@@ -39,7 +40,7 @@ class Identity:
     """What the numbers of a cache depend on, beside the blocks.
 
     Args:
-        teacher: The teacher's fingerprint, see `run_dir.checkpoint_fingerprint`.
+        teacher: The teacher's fingerprint, see `checkpoint_fingerprint`.
         top_k: Tokens kept at each position.
         temperature: By which the distribution was softened.
         width: Columns of the distribution.
@@ -98,14 +99,10 @@ class TeacherCache:
     def _alone(self) -> Iterator[None]:
         """Inside, no other run writes here: it would cut files that this one reads, or write into its rows."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / LOCK).open("a") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+        with FileLock(self.folder / LOCK) as lock:
+            if not lock.acquire():
                 logger.info("waiting for another run that fills %s", self.folder)
-                fcntl.flock(lock, fcntl.LOCK_EX)
-            except OSError:  # a file system without locks
-                logger.debug("no locks in %s", self.folder)
+                lock.acquire(wait=True)
             self.rows = self._saved_rows()
             yield
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, SequentialSampler
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainingArguments
 
+from ..checkpoints.atomic import write_json
 from ..checkpoints.loading import quiet
 from ..errors import UsageError
 from .batches import BlockOrder, Blocks, BlockStream, Collate, Position, as_is
@@ -23,7 +24,7 @@ from .distributed_training import check_zero_shards, is_fsdp2, is_zero3, reduce_
 from .guard import Reading, SpikeGuard
 from .interruption import StopAndSave
 from .loss import IGNORE_INDEX, TopKLogProbs
-from .run_dir import RunDirectory, cleanup_on_error, mark_complete, write_json
+from .run_dir import RunDirectory, cleanup_on_error, mark_complete
 from .teacher import Teacher
 from .throughput import Meter, peak_flops, training_flops
 

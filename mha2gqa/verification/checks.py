@@ -8,21 +8,20 @@ from pathlib import Path
 from typing import ClassVar
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
 from .. import heads
 from ..arch_conversion import ArchConvertedCheckpoint, as_architecture
 from ..architectures import find_attention_modules, find_spec, geometry
 from ..checkpoints.ignored_keys import without_ignored
-from ..checkpoints.reader import MANIFEST, Checkpoint, open_checkpoint, read_json
-from ..errors import Mha2gqaError, config_refusals, reason
+from ..checkpoints.json_files import read_json
+from ..checkpoints.loading import quiet
+from ..checkpoints.reader import MANIFEST, Checkpoint, open_checkpoint
+from ..errors import Mha2gqaError, reason
 from ..merging import MERGERS, MergeContext
 from ..modeling import exported_class, find_export, modeling_file
 from ..results import Result
-from .tiny_random import Check, check_arch_conversion, check_tiny_random, model_class, quiet
-
-UNLOADABLE: tuple[type[Exception], ...] = (RuntimeError, OSError, SafetensorError)  # besides a bad config
+from .tiny_random import Check, check_arch_conversion, check_tiny_random, model_class
 
 
 @dataclass
@@ -129,7 +128,7 @@ def _loads(checkpoint: Checkpoint) -> Check:
             _, info = cls.from_pretrained(checkpoint.path, device_map="meta", output_loading_info=True)
     except ImportError as error:  # a vision tower that needs a package of its own
         return Check("loads", None, f"not checked: {str(error).strip().splitlines()[0]}")
-    except UNLOADABLE + config_refusals() as error:
+    except Exception as error:  # whatever the class raises, it is this folder that it refuses
         return Check("loads", False, f"{cls.__name__}: {reason(error)}")
     found = {**info, "unexpected_keys": without_ignored(info["unexpected_keys"])}
     wrong = {kind: sorted(map(str, keys)) for kind, keys in found.items() if keys}

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import math
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,8 @@ from .. import heads
 from ..arch_conversion import ArchConversion
 from ..arch_conversion import plan as plan_reexpression
 from ..architectures import AttentionSpec, find_attention_modules, find_spec, geometry, lookup
+from ..checkpoints.hf_config import is_encoder_decoder
+from ..checkpoints.loading import quiet
 from ..errors import Mha2gqaError
 from ..merging import MERGERS, MergeContext
 from ..modeling import exported_class, find_export
@@ -76,25 +77,10 @@ def _stock_class(config: Mapping[str, Any], source: Mapping[str, Any]) -> Any:
     return getattr(transformers, export.stock[0])
 
 
-@contextmanager
-def quiet() -> Iterator[None]:
-    """No log lines and no progress bars from transformers inside the block."""
-    from transformers.utils import logging
-
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity(logging.CRITICAL)
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()
-
-
 def twin_config(spec: AttentionSpec, config: Mapping[str, Any]) -> dict[str, Any]:
     """The (text) config with its head counts kept and everything else made small."""
     text = json.loads(json.dumps(spec.text_config(config)))
+    encoder_decoder = is_encoder_decoder(text)
     num_heads, layers = lookup(text, spec.heads_key), text.get(spec.layers_key)
     text |= {key: value for key, value in _SMALL.items() if key in text}
     text |= dict.fromkeys([k for k in _WIDTHS if k in text] or _WIDTHS[:1], num_heads * _WIDTH)
@@ -107,7 +93,7 @@ def twin_config(spec: AttentionSpec, config: Mapping[str, Any]) -> dict[str, Any
         if isinstance(value, list) and len(value) == layers:
             text[key] = value[:_LAYERS]
         if key.endswith("_token_id") and value is not None:
-            text[key] = 1 if text.get("is_encoder_decoder") else 0
+            text[key] = 1 if encoder_decoder else 0
     text.pop("quantization_config", None)
     return text
 
@@ -242,7 +228,7 @@ def _inputs(config: Mapping[str, Any]) -> dict[str, Tensor]:
     """Tokens, and for an encoder-decoder what its encoder reads."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(3, _VOCAB, (2, 12), generator=generator)
-    if not config.get("is_encoder_decoder"):
+    if not is_encoder_decoder(config):
         return {"input_ids": ids}
     if config.get("num_mel_bins") is not None:
         frames = 2 * config["max_source_positions"]

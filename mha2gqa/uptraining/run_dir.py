@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from ..checkpoints.atomic import FileLock, write_json
 from ..checkpoints.fingerprints import file_fingerprint
 from ..data.reading import local_files
-from ..errors import CheckpointError, UsageError
+from ..errors import CheckpointError, UsageError, quoted
 from .budget import UptrainConfig
 
 logger = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ def recipe_keys(config: UptrainConfig, stamp: str, teacher: str | None = None) -
 def changed_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """`key: old -> new` for every key that differs, sorted."""
     return [
-        f"{key}: {before.get(key)!r} -> {now.get(key)!r}"
+        f"{key}: {quoted(before.get(key), 40)} -> {quoted(now.get(key), 40)}"
         for key in sorted(before.keys() | now.keys())
         if before.get(key) != now.get(key)
     ]

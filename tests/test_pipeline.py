@@ -339,6 +339,39 @@ def test_gate_fails_after_everything_is_written(model: Path, text: Path, tmp_pat
     assert (tmp_path / "out" / "report.html").exists() and (tmp_path / "out" / "result.json").exists()
 
 
+def test_a_model_that_says_nan_is_evaluated_reported_and_fails_the_gate(
+    model: Path, text: Path, tmp_path: Path
+) -> None:
+    broken = pico_llama()
+    with torch.no_grad():
+        broken.lm_head.weight[3] = math.nan
+    broken.save_pretrained(word_tokenizer(tmp_path / "broken"))
+    argv = ["evaluate", str(model), str(tmp_path / "broken"), "--data", str(text), "--window", "32"]
+    argv += ["--against", str(model), "--fail-if-worse", "--output", str(tmp_path / "figures.json")]
+    done = subprocess.run([sys.executable, "-m", "mha2gqa", *argv], capture_output=True, text=True)
+    assert done.returncode == 3, done.stderr
+    assert "nan" in done.stdout and "fail_if_worse" in done.stderr
+    figures = json.loads((tmp_path / "figures.json").read_text())["models"]
+    assert figures[1]["loss"] == "nan" and isinstance(figures[0]["loss"], float)
+
+
+def test_a_run_with_nan_ends_with_its_report_and_the_gate(model: Path, text: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "broken"
+    shutil.copytree(model, folder)
+    broken = pico_llama()
+    with torch.no_grad():
+        broken.model.layers[0].mlp.down_proj.weight[0] = math.inf
+    broken.save_pretrained(folder)
+    recipe = recipe_for(folder, text, tmp_path / "out", report={"max_ppl_ratio": 1.5})
+    del recipe["uptrain"]
+    recipe["evaluate"]["agreement"] = True
+    with pytest.raises(GateError, match="max_ppl_ratio"):
+        run(recipe)
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "nan" in page and str(tmp_path) not in page
+    assert json.loads((tmp_path / "out" / "result.json").read_text())["models"][1]["loss"] == "nan"
+
+
 def test_dry_run_names_what_is_wrong_and_writes_nothing(model: Path, text: Path, tmp_path: Path) -> None:
     good = recipe_for(model, text, tmp_path / "out")
     wrong: list[tuple[dict[str, Any], str]] = [

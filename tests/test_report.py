@@ -17,10 +17,12 @@ from xml.etree import ElementTree
 import pytest
 import yaml
 
+from mha2gqa.assets import heldout_path, tiny_model_path
 from mha2gqa.errors import UsageError
 from mha2gqa.evaluation import ModelResult
 from mha2gqa.report import (
     Report,
+    display_name,
     front_matter,
     grids,
     headline,
@@ -40,7 +42,8 @@ from mha2gqa.report import (
     write_report,
 )
 from mha2gqa.report.content import best_rows
-from mha2gqa.report.tables import fixed
+from mha2gqa.report.tables import fixed, ratio_text
+from mha2gqa.report.terminal import render
 
 
 def row(role: str, loss: float, perplexity: float, bits: float, kv: int) -> dict[str, Any]:
@@ -208,6 +211,77 @@ def test_infinite_loss_is_shown_and_does_not_crash() -> None:
     report = sample(models=rows)
     assert "inf" in models_table(report) and "inf" in html_page(report)
     assert "model-index" not in front_matter(report)
+
+
+NAN_ROW = {
+    **ROWS[2],
+    **dict.fromkeys(("loss", "perplexity", "bits_per_byte", "kl"), "nan"),  # as JSON holds it
+    "paired": {"difference": "nan", "low": "nan", "high": "inf", "units": 998},
+    "top1_agreement": 0.014,
+    "positions": [{"low": 1, "high": 1, "tokens": 9, "loss": "nan"}],
+}
+
+
+@pytest.mark.parametrize("value", ["nan", math.nan])
+def test_nan_is_a_result_in_every_form(value: Any) -> None:
+    rows = [ROWS[0], ROWS[1], {k: value if v == "nan" else v for k, v in NAN_ROW.items()}]
+    report = sample(models=rows, frontier=[r | {"num_kv_heads": 4, "method": "joint"} for r in rows])
+    for text in (models_table(report), markdown(report), html_page(report)):
+        assert "nan" in text
+    assert "perplexity 27.385 → nan (nan) after uptraining" in headline(report)
+    assert "worse than the original" in limits(report)[0]
+    assert "nan nats/token against the original, 95 % interval nan to inf" in markdown(report)
+    assert "model-index" not in front_matter(report)
+    swapped = sample(
+        models=[NAN_ROW | {"role": "original"}, ROWS[1] | {"groups": 4}],
+        frontier=[ROWS[1] | {"num_kv_heads": 4, "method": "m"}],
+    )
+    assert "Perplexity nan before" in headline(swapped) and "<svg" in html_page(swapped)
+    data = {"command": "evaluate", "protocol": "blocks", "settings": {}, "data": {}, "models": rows}
+    assert "KL nan nats/token from the original, the same most likely token at 1.4%" in render(data)
+
+
+def test_changes_have_one_form() -> None:
+    assert [ratio_text(x, 2.0) for x in (2.2, 1.99, 8.834, 27.6, 2e30, "inf")] == [
+        "+10.0 %", "-0.5 %", "+342 %", "+1,280 %", "+1.0e+32 %", "inf"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("/srv/models/llama-7b/", "llama-7b"),
+        ("../models/llama-7b", "llama-7b"),
+        ("C:\\models\\llama-7b", "llama-7b"),
+        ("acme/llama", "acme/llama"),
+        ("allenai/c4:en:validation", "allenai/c4:en:validation"),
+        ("builtin:tiny", "builtin:tiny"),
+        (str(tiny_model_path()), "builtin:tiny"),
+        (str(heldout_path()), "builtin:heldout"),
+        ("/srv/text/*.jsonl", "*.jsonl"),
+    ],
+)
+def test_display_names(name: str, shown: str) -> None:
+    assert display_name(name) == shown
+
+
+def test_no_form_for_readers_elsewhere_shows_a_path_of_this_machine() -> None:
+    report = sample(
+        title="x of /srv/secret/y",
+        source="/srv/secret/ref-llama-30m",
+        models=[{**r, "path": f"/srv/secret/{r['path']}", "role": ""} for r in ROWS],
+        data={"tokens": 1, "paths": ["/srv/secret place/valid.jsonl"]},
+        provenance={"teacher": "/srv/secret/teacher", "text": "/srv/secret/a.jsonl, /srv/secret/b.jsonl"},
+        recipe="source: /srv/secret place/model\nconvert:\n  calibration: [/srv/secret/a.txt, b/c.txt]\n",
+        command="mha2gqa run r.yaml --set 'source=/srv/secret place/x' --set output=/srv/secret/o --set convert.groups=4",
+    )
+    for text in (html_page(report), markdown(report), model_card(report)):
+        assert "/srv" not in text and "secret" not in text
+        assert "a.jsonl, b.jsonl" in text
+        assert "run r.yaml --set source=x --set output=o --set convert.groups=4" in text
+    assert "source: model\n" in markdown(report) and "b/c.txt" in markdown(report)
+    address = "see https://huggingface.co/acme/x and 3/4 of ../a/b"
+    assert html_page(sample(provenance={"where": address})).count(address) == 1
 
 
 def test_front_matter_is_what_the_hub_reads() -> None:

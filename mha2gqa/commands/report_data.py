@@ -12,7 +12,7 @@ import yaml
 from ..checkpoints.hf_config import load_config_json
 from ..checkpoints.loading import loading_class
 from ..config import Recipe
-from ..report import Report, hub_name
+from ..report import Report, display_name, hub_name
 from ..results import versions
 
 ROLES = ("original", "converted", "uptrained")
@@ -99,7 +99,7 @@ def how_to_load(convert: Mapping[str, Any]) -> dict[str, Any]:
 
 def title(recipe: Recipe, groups: int | None) -> str:
     """`name-gqaG` of a source."""
-    name = recipe.source.replace("builtin:", "").rstrip("/").rsplit("/", 1)[-1] or "model"
+    name = display_name(recipe.source).removeprefix("builtin:").rsplit("/", 1)[-1] or "model"
     return f"{name}-gqa{groups}" if groups else name
 
 
@@ -123,16 +123,17 @@ def provenance(outcome: Outcome) -> dict[str, str]:
     """Where everything came from, label -> text."""
     recipe, found = outcome.recipe, outcome.evaluations[0]
     rows: dict[str, Any] = {
-        "source": recipe.source,
+        "source": display_name(recipe.source),
         "revision": recipe.convert.revision,
         "method": outcome.convert.get("method"),
-        "calibration text": ", ".join(recipe.convert.calibration),
-        "evaluation text": f"{', '.join(recipe.evaluate.data)} (sha256 of its tokens {found['data'].get('sha256')})",
+        "calibration text": _names(recipe.convert.calibration),
+        "evaluation text": f"{_names(recipe.evaluate.data)} (sha256 of its tokens {found['data'].get('sha256')})",
         "evaluated in": f"{found['settings'].get('dtype')} on {found['settings'].get('device')}",
     }
     if recipe.uptrain is not None:
-        rows["uptraining text"] = ", ".join(recipe.uptrain.data)
-        rows["teacher"] = outcome.uptrain.get("teacher") or "none (next-token loss)"
+        rows["uptraining text"] = _names(recipe.uptrain.data)
+        teacher = outcome.uptrain.get("teacher")
+        rows["teacher"] = display_name(str(teacher)) if teacher else "none (next-token loss)"
         rows["trained"] = outcome.uptrain.get("train")
         budget = outcome.uptrain.get("budget") or {}
         rows["unique tokens"] = budget.get("unique_tokens")
@@ -143,6 +144,10 @@ def provenance(outcome: Outcome) -> dict[str, str]:
         for label, value in rows.items()
         if value
     }
+
+
+def _names(texts: Sequence[str]) -> str:
+    return ", ".join(map(display_name, texts))
 
 
 def hub_datasets(recipe: Recipe) -> list[str]:

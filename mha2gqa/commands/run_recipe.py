@@ -18,7 +18,7 @@ from ..errors import UsageError
 from ..evaluation import evaluate
 from ..evaluation.gates import check_ratio, measure_gates, require
 from ..reconstruct import ReconstructConfig
-from ..report import becomes, headline, write_report
+from ..report import becomes, fixed, headline, write_report
 from ..results import Result
 from ..uptraining import uptrain
 from .bench import bench, longest_context
@@ -306,8 +306,7 @@ def _evaluate_detail(result: Mapping[str, Any]) -> str:
 
 
 def _loss(row: Mapping[str, Any]) -> str:
-    loss = row["loss"]
-    return f"{loss:.4f}" if isinstance(loss, float) else f"{row['bits_per_byte']} bits/byte"
+    return f"{fixed(row['bits_per_byte'], 4)} bits/byte" if row["loss"] is None else fixed(row["loss"], 4)
 
 
 def _uptrain_detail(result: Mapping[str, Any]) -> str:

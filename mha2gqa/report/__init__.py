@@ -8,17 +8,20 @@ from pathlib import Path
 
 from ..errors import UsageError
 from ..results import jsonable
-from .card import front_matter, hub_name, markdown, model_card
+from .card import front_matter, markdown, model_card
 from .content import COLUMNS, Report, becomes, headline, limits, model_rows, tiles
 from .grids import standalone, sweep_pictures
+from .names import display_name, hub_name
 from .page import html_page
-from .tables import human_bytes, human_count, markdown_table, significant, text_table
+from .tables import fixed, human_bytes, human_count, markdown_table, significant, text_table
 
 __all__ = [
     "COLUMNS",
     "FORMATS",
     "Report",
     "becomes",
+    "display_name",
+    "fixed",
     "front_matter",
     "headline",
     "html_page",

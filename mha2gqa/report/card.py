@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import math
-import re
-from pathlib import Path
 from typing import Any
 
 import yaml
 
 from .content import COLUMNS, Report, differences, headline, limits, model_rows, scoring
-from .tables import markdown_table
-
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w-]*/[A-Za-z0-9_][\w.-]*")
+from .names import display_name, hub_name, public
+from .tables import finite, markdown_table
 
 
 def markdown(report: Report) -> str:
     """The report as a Markdown document."""
+    report = public(report)
     parts = [f"# {report.title}", headline(report), _body(report)]
     if report.recipe:
         parts.append(f"## Effective recipe\n\n```yaml\n{report.recipe.strip()}\n```")
@@ -25,6 +22,7 @@ def markdown(report: Report) -> str:
 
 def model_card(report: Report) -> str:
     """A Hugging Face model card: front matter (base model, license, datasets, results) and the report."""
+    report = public(report)
     front = yaml.safe_dump(front_matter(report), sort_keys=False, allow_unicode=True)
     consent = ", trust_remote_code=True" if report.own_code else ""
     usage = (
@@ -86,7 +84,7 @@ def _metrics(report: Report) -> list[dict[str, Any]]:
     return [
         {"type": kind, "value": round(value, 6), "name": f"{kind.replace('_', ' ')} ({report.protocol})"}
         for key, kind in wanted
-        if final and isinstance(value := final.get(key), float) and math.isfinite(value)
+        if final and (value := finite(final.get(key))) is not None
     ]
 
 
@@ -94,12 +92,7 @@ def _dataset_name(report: Report) -> str:
     files = report.data.get("paths") or ["held-out text"]
     first = files if isinstance(files, str) else str(files[0])
     bare = first.split(":", 1)[0]  # of NAME:CONFIG:SPLIT
-    return bare if hub_name(bare) else first.rstrip("/").rsplit("/", 1)[-1]
-
-
-def hub_name(text: str) -> bool:
-    """Whether `text` is `owner/name` of the Hub: it reads so, and no file or folder here has that path."""
-    return HUB_NAME.fullmatch(text) is not None and not Path(text).exists()
+    return bare if hub_name(bare) else display_name(first)
 
 
 def _body(report: Report) -> str:

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .tables import Column, fixed, human_bytes, human_count, perplexity_text, ratio_text, significant
+from .tables import (
+    Column,
+    finite,
+    fixed,
+    human_bytes,
+    human_count,
+    number,
+    perplexity_text,
+    ratio_text,
+    significant,
+)
 
 Row = Mapping[str, Any]
 
@@ -128,15 +137,17 @@ def differences(models: Sequence[Row]) -> list[str]:
     for row in models:
         test = row.get("paired")
         if test:
-            unit = "nats/token" if isinstance(row.get("loss"), float) else "bits/byte"
+            unit = "bits/byte" if row.get("loss") is None else "nats/token"
+            difference, low, high = (fixed(test[key], 4, "+") for key in ("difference", "low", "high"))
             found.append(
-                f"{name_of(row)}: {test['difference']:+.4f} {unit} against the original, 95 % interval "
-                f"{test['low']:+.4f} to {test['high']:+.4f} (paired over {test['units']} documents or blocks)"
+                f"{name_of(row)}: {difference} {unit} against the original, 95 % interval "
+                f"{low} to {high} (paired over {test['units']} documents or blocks)"
             )
         if row.get("kl") is not None:
+            share = number(row.get("top1_agreement"))
             found.append(
-                f"{name_of(row)}: KL {row['kl']:.4f} nats/token from the original, "
-                f"the same most likely token at {row['top1_agreement']:.1%} of positions"
+                f"{name_of(row)}: KL {fixed(row['kl'], 4)} nats/token from the original, the same most likely "
+                f"token at {'–' if share is None else f'{share:.1%}'} of positions"
             )
     return found
 
@@ -169,8 +180,8 @@ def best_rows(models: Sequence[Row]) -> list[Row]:
     """Of a sweep's rows, the one of least loss at each number of KV heads; nothing for other reports."""
     best: dict[int, Row] = {}
     for row in models:
-        groups, loss = row.get("groups"), row.get("loss")
-        if groups is None or not isinstance(loss, (int, float)) or not math.isfinite(loss):
+        groups, loss = row.get("groups"), finite(row.get("loss"))
+        if groups is None or loss is None:
             continue
         if groups not in best or loss < best[groups]["loss"]:
             best[groups] = row
@@ -241,5 +252,5 @@ def limits(report: Report) -> list[str]:
 
 
 def _worse(row: Row, original: Row) -> bool:
-    a, b = row.get("bits_per_byte", row.get("loss")), original.get("bits_per_byte", original.get("loss"))
-    return not (isinstance(a, float) and isinstance(b, float) and a <= b)
+    ours, theirs = (finite(r.get("bits_per_byte", r.get("loss"))) for r in (row, original))
+    return ours is None or theirs is None or ours > theirs

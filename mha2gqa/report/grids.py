@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import Any
 
-from .plots import SERIES, as_svg, finite, frontier_svg, styled_figure
+from .plots import SERIES, as_svg, drawable, frontier_svg, styled_figure
 
 Point = Mapping[str, Any]
 MARKERS = "os^Dv<>p"
@@ -26,7 +26,7 @@ TITLES = {  # picture -> title, caption
 
 
 def _usable(points: Sequence[Point], key: str = "loss") -> list[Point]:
-    return [p for p in points if finite(p.get("loss")) and finite(p.get(key))]
+    return [p for p in points if drawable(p.get("loss")) and drawable(p.get(key))]
 
 
 def _alpha(point: Point) -> float:
@@ -35,7 +35,7 @@ def _alpha(point: Point) -> float:
 
 def _reference(axes: Any, original: Point | None, key: str = "loss") -> None:
     """The original as a dashed line."""
-    if original is not None and finite(original.get(key)):
+    if original is not None and drawable(original.get(key)):
         axes.axhline(original[key], color=SERIES[0], linestyle="--", linewidth=1.2, label="original")
 
 

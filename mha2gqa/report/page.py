@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from typing import Any
@@ -21,6 +20,8 @@ from .content import (
     scoring,
     tiles,
 )
+from .names import public
+from .plots import drawable
 from .tables import fixed
 
 _OPTIONAL = ("loss", "tokens", "bits/byte")  # columns that a phone leaves out
@@ -35,6 +36,7 @@ def html_page(report: Report) -> str:
     Returns:
         A complete document without references to any other file.
     """
+    report = public(report)
     title = html.escape(report.title)
     body = [
         f"<h1>{title}</h1>",
@@ -94,7 +96,7 @@ def _plots(report: Report) -> str:
     marks = {
         str(row["role"]): row["loss"]
         for row in report.models[:2]
-        if row.get("role") and _number(row.get("loss"))
+        if row.get("role") and drawable(row.get("loss"))
     }
     bars = [
         (name_of(row), row["kv_bytes_per_token"], str(row.get("role") or ""))
@@ -153,7 +155,7 @@ def layer_series(layers: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[in
     for i, layer in enumerate(layers):
         for key, value in layer.items():
             name = key.replace("residual", "relative_error")
-            if "relative_error" in name and (name == key or name not in layer) and _number(value):
+            if "relative_error" in name and (name == key or name not in layer) and drawable(value):
                 points = series.setdefault(name.replace("_", " "), [])
                 points.append((int(layer.get("layer", i)), float(value)))
     return series
@@ -199,7 +201,3 @@ def _provenance(report: Report) -> str:
             f"<details><summary>Effective recipe</summary><pre>{html.escape(report.recipe)}</pre></details>"
         )
     return "\n".join(parts)
-
-
-def _number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

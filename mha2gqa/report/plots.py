@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from .tables import human_bytes, human_count
+from .tables import finite, human_bytes, human_count
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -88,7 +88,9 @@ def frontier_svg(points: Sequence[Mapping[str, Any]], original: Mapping[str, Any
     Returns:
         An SVG element, or `""` where there are fewer than two points.
     """
-    usable = [p for p in points if finite(p.get("perplexity")) and p.get("kv_bytes_per_token")]
+    if original is not None and not drawable(original.get("perplexity")):
+        original = None
+    usable = [p for p in points if drawable(p.get("perplexity")) and p.get("kv_bytes_per_token")]
     if len(usable) + (original is not None) < 2:
         return ""
     series: dict[str, list[Mapping[str, Any]]] = {}
@@ -139,7 +141,9 @@ def positions_svg(series: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     """
     shown = {
         name: [
-            (math.sqrt(max(p["low"], 1) * max(p["high"], 1)), p["loss"]) for p in points if finite(p["loss"])
+            (math.sqrt(max(p["low"], 1) * max(p["high"], 1)), p["loss"])
+            for p in points
+            if drawable(p["loss"])
         ]
         for name, points in series.items()
     }
@@ -305,6 +309,6 @@ def as_svg(figure: Figure, name: str, title: str) -> str:
     return text.replace("<svg ", f'<svg role="img" aria-label="{title}" ', 1).strip()
 
 
-def finite(value: Any) -> bool:
+def drawable(value: Any) -> bool:
     """Whether it is a number that can be drawn."""
-    return isinstance(value, (int, float)) and math.isfinite(value)
+    return finite(value) is not None

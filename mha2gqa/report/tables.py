@@ -65,30 +65,67 @@ def significant(value: float, digits: int = 3) -> str:
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
-def fixed(value: Any, decimals: int = 3) -> str:
-    """A float with fixed decimals; `–` for None, `inf` and `nan` by name, text unchanged."""
+def number(value: Any) -> float | None:
+    """A figure as a float, also where JSON holds it as `"nan"` or `"inf"`; None for all else.
+
+    Example:
+        >>> number("inf"), number(2), number("two"), number(None)
+        (inf, 2.0, None, None)
+    """
+    if isinstance(value, str):
+        return float(value) if value in ("nan", "inf", "-inf") else None
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+def finite(value: Any) -> float | None:
+    """A figure that can be drawn or ordered, else None."""
+    figure = number(value)
+    return figure if figure is not None and math.isfinite(figure) else None
+
+
+def fixed(value: Any, decimals: int = 3, sign: str = "") -> str:
+    """A float with fixed decimals; `–` for None, `inf` and `nan` by name, other text unchanged.
+
+    Args:
+        value: A number, None, or text.
+        decimals: Behind the point.
+        sign: `"+"` writes a plus too.
+    """
     if value is None:
         return "–"
-    if isinstance(value, str):
-        return value
+    figure = number(value)
+    if figure is None:
+        return str(value)
+    value = figure
     if math.isfinite(value) and abs(value) >= 1e9:  # a broken model's loss: thirty digits tell nothing
-        return f"{value:.2e}"
-    return f"{value:,.{decimals}f}" if math.isfinite(value) else str(value)
+        return f"{value:{sign}.2e}"
+    return f"{value:{sign},.{decimals}f}" if math.isfinite(value) else str(value)
 
 
 def perplexity_text(value: Any) -> str:
     """Perplexity with three decimals while small and fewer as it grows."""
-    if not isinstance(value, (int, float)) or not math.isfinite(value):
+    figure = finite(value)
+    if figure is None:
         return fixed(value)
-    return fixed(value, 3 if value < 100 else 1 if value < 10_000 else 0)
+    return fixed(figure, 3 if figure < 100 else 1 if figure < 10_000 else 0)
 
 
 def ratio_text(value: Any, reference: Any) -> str:
-    """Change of `value` against `reference` in percent, signed."""
-    if not all(isinstance(x, (int, float)) and math.isfinite(x) for x in (value, reference)) or not reference:
+    """Change of `value` against `reference` in percent, signed; `nan` and `inf` by name.
+
+    Example:
+        >>> ratio_text(2.2, 2.0), ratio_text(27.6, 2.0), ratio_text(math.nan, 2.0), ratio_text(2.0, None)
+        ('+10.0 %', '+1,280 %', 'nan', '–')
+    """
+    ours, theirs = number(value), finite(reference)
+    if ours is None or not theirs:
         return "–"
-    change = (value / reference - 1) * 100
-    return f"{change:+.1f} %" if abs(change) < 1000 else f"×{significant(value / reference)}"
+    if not math.isfinite(ours):
+        return str(ours)
+    change = (ours / theirs - 1) * 100
+    if abs(change) >= 1e9:
+        return f"{change:+.1e} %"
+    return f"{change:+,.{1 if abs(change) < 100 else 0}f} %"
 
 
 def text_table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> str:

@@ -191,7 +191,7 @@ def _uptrain(data: Data) -> str:
     share = f"alpha {significant(alpha)}" if alpha else "share of the original budget unknown"
     lines = [f"{data['output']}: {human_count(budget['tokens'])} tokens in {budget['steps']} steps ({share})"]
     start, end = losses.get("held_out_start"), losses.get("held_out_end")
-    if _number(start) and _number(end):
+    if start is not None and end is not None:
         lines.append(f"held-out loss {fixed(start, 4)} -> {fixed(end, 4)}")
     speed = data.get("throughput") or {}
     if speed.get("tokens_per_second"):

@@ -38,7 +38,7 @@ def display_name(name: str) -> str:
         The last part of a path; built-in and hub names as they are.
 
     Example:
-        >>> display_name("/data/models/llama-7b/"), display_name("allenai/c4:en"), display_name("builtin:tiny")
+        >>> display_name("models/v1/llama-7b/"), display_name("allenai/c4:en"), display_name("builtin:tiny")
         ('llama-7b', 'allenai/c4:en', 'builtin:tiny')
     """
     if name.startswith("builtin:") or hub_name(name.split(":", 1)[0]):

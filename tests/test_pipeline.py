@@ -8,6 +8,8 @@ import json
 import math
 import random
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path

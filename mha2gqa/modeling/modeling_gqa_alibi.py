@@ -1,6 +1,6 @@
 """BLOOM and MPT with grouped-query attention (GQA).
 
-Self-contained: it needs torch and transformers only and travels beside a converted checkpoint. Only the
+Self-contained: it needs torch and transformers >= 4.57 only and travels beside a converted checkpoint. Only the
 fused projection is narrower than in the stock class. Neither class uses the attention interface (eager
 attention only), and ALiBi ties each query head to its slope: heads keep their order.
 
@@ -115,7 +115,8 @@ class GqaMptAttention(MptAttention):
             x.reshape(heads).transpose(1, 2) for x in qkv.split([self.hidden_size, width, width], dim=2)
         )
         if cache is not None:
-            key, value = cache.update(key, value, self.layer_idx)  # [B, K, S, d]
+            position = {"cache_position": kwargs.get("cache_position")}  # read by caches before 5
+            key, value = cache.update(key, value, self.layer_idx, position)  # [B, K, S, d]
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
         scores = torch.matmul(query, key.transpose(-1, -2)) * self.softmax_scale  # [B, H, T, S]
         # ALiBi [H, 1, max_seq_len]: its last S columns belong to the S keys.

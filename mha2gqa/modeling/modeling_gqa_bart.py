@@ -1,6 +1,6 @@
 """BART and its kin (mBART, PEGASUS, Marian, M2M100/NLLB, Whisper) with grouped-query attention (GQA).
 
-Self-contained: it needs torch and transformers only and travels beside a converted checkpoint. Only the
+Self-contained: it needs torch and transformers >= 4.57 only and travels beside a converted checkpoint. Only the
 decoder's k and v projections (self-attention, cross-attention or both) are narrower than in the stock
 class; the encoder and every forward pass are the stock ones.
 
@@ -24,7 +24,7 @@ from transformers import (
     MBartForConditionalGeneration,
     PegasusConfig,
     PegasusForConditionalGeneration,
-    PreTrainedConfig,
+    PretrainedConfig,
     WhisperConfig,
     WhisperForConditionalGeneration,
 )
@@ -69,12 +69,12 @@ class EagerGqa:
 
     @property
     def _attn_implementation(self) -> str | None:
-        name = PreTrainedConfig._attn_implementation.fget(self)
+        name = PretrainedConfig._attn_implementation.fget(self)
         return "eager_gqa" if name == "eager" else name
 
     @_attn_implementation.setter
     def _attn_implementation(self, value: str | dict | None) -> None:
-        PreTrainedConfig._attn_implementation.fset(self, value)
+        PretrainedConfig._attn_implementation.fset(self, value)
 
 
 def check_heads(num_heads: int, num_kv_heads: int) -> int:
@@ -102,7 +102,7 @@ def share_heads(attention: nn.Module, num_kv_heads: int | None) -> None:
 class SharedDecoder:
     """Model mixin: narrows the decoder's k and v once the stock class has built itself."""
 
-    def __init__(self, config: PreTrainedConfig) -> None:
+    def __init__(self, config: PretrainedConfig) -> None:
         super().__init__(config)  # type: ignore[call-arg]
         for layer in self.model.decoder.layers:
             share_heads(layer.self_attn, config.num_key_value_heads)

@@ -1,6 +1,6 @@
 """GPT-2 and OPT with grouped-query attention (GQA).
 
-Self-contained: it needs torch and transformers only and travels beside a converted checkpoint. Only the
+Self-contained: it needs torch and transformers >= 4.57 only and travels beside a converted checkpoint. Only the
 k and v projections are narrower than in the stock class.
 
 Shapes: B batch, T query length, S key length, H query heads, K key/value heads, d head_dim.
@@ -18,7 +18,7 @@ from transformers import (
     GPT2LMHeadModel,
     OPTConfig,
     OPTForCausalLM,
-    PreTrainedConfig,
+    PretrainedConfig,
 )
 from transformers.cache_utils import Cache
 from transformers.masking_utils import eager_mask
@@ -65,12 +65,12 @@ class EagerGqa:
 
     @property
     def _attn_implementation(self) -> str | None:
-        name = PreTrainedConfig._attn_implementation.fget(self)
+        name = PretrainedConfig._attn_implementation.fget(self)
         return "eager_gqa" if name == "eager" else name
 
     @_attn_implementation.setter
     def _attn_implementation(self, value: str | dict | None) -> None:
-        PreTrainedConfig._attn_implementation.fset(self, value)
+        PretrainedConfig._attn_implementation.fset(self, value)
 
 
 def check_heads(num_heads: int, num_kv_heads: int) -> int:
@@ -130,14 +130,15 @@ class GqaOPTAttention(OPTAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """Attend within `hidden_states` `[B, T, D]` and the cache (called `past_key_values` before 5.24)."""
         cache = past_key_values if cache is None else cache
+        position = {"cache_position": kwargs.pop("cache_position", None)}  # read by caches before 5
         heads = (*hidden_states.shape[:-1], -1, self.head_dim)
         # Queries are scaled before the product, as in the stock class: float16 scores stay finite.
         query = (self.q_proj(hidden_states) * self.scaling).view(heads).transpose(1, 2)  # [B, H, T, d]
         key = self.k_proj(hidden_states).view(heads).transpose(1, 2)  # [B, K, T, d]
         value = self.v_proj(hidden_states).view(heads).transpose(1, 2)
         if cache is not None:
-            key, value = cache.update(key, value, self.layer_idx)
-        attend: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_gqa)
+            key, value = cache.update(key, value, self.layer_idx, position)
+        attend: Callable = ALL_ATTENTION_FUNCTIONS.get(self.config._attn_implementation, eager_gqa)
         dropout = self.dropout if self.training else 0.0
         output, weights = attend(
             self, query, key, value, attention_mask, dropout=dropout, scaling=1.0, **kwargs

@@ -190,6 +190,30 @@ def test_an_untied_output_stays_what_it_was(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "unscaled"), [("t5", False), ("t5-untied", True), ("mt5", True), ("umt5", False)]
+)
+def test_older_classes_read_that_a_stored_head_reads_unscaled_outputs(
+    name: str, unscaled: bool, tmp_path: Path
+) -> None:
+    """transformers 5 says it by `scale_decoder_outputs` beside a tie; 4 by no tie. Both read it here."""
+    from safetensors.torch import load_file, save_file
+
+    source = saved(name, tmp_path / "in")
+    assert config_of(source)["tie_word_embeddings"] is True
+    convert(source, tmp_path / "tied", 2)
+    assert config_of(tmp_path / "tied")["tie_word_embeddings"] is True  # no head to load
+    tensors = load_file(source / "model.safetensors")
+    tensors["lm_head.weight"] = torch.randn_like(tensors["shared.weight"])
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    convert(source, tmp_path / "out", 2)
+    assert config_of(tmp_path / "out")["tie_word_embeddings"] is not unscaled
+    ours, stock = (load_model(path, device="cpu") for path in (tmp_path / "out", source))
+    assert torch.equal(ours.lm_head.weight, stock.lm_head.weight)
+    if name != "mt5":
+        assert ours.config.scale_decoder_outputs is not unscaled
+
+
+@pytest.mark.parametrize(
     ("model_type", "changes", "message"),
     [
         ("t5", {"architectures": ["T5EncoderModel"]}, "encoder alone"),

@@ -38,6 +38,7 @@ from . import WINDOW, Calibrated, CalibrationOptions, Stage, calibrate, convert_
 from .in_memory import convert_state_dict
 from .plan import ATTENTION, Groupings, Plan, plan_conversion
 from .rewrite import ModuleConverter
+from .untie import untied
 
 WRITING = "writing"  # the stage in which tensors go into files
 
@@ -92,6 +93,7 @@ def convert(
     reconstruct: bool | None = None,
     fit: ReconstructConfig | None = None,
     as_: str = "auto",
+    untie: bool = False,
     attention: Sequence[str] | str = ATTENTION,
     device: str = "auto",
     seed: int = 0,
@@ -123,6 +125,7 @@ def convert(
         fit: How hard those two try.
         as_: `auto` writes a model whose class cannot hold fewer KV heads as one that computes the same and
             can; `none` never does; a model type writes it as that one.
+        untie: Store the output head as a tensor of its own where it is the embedding.
         attention: Kinds of decoder attention to share (`self`, `cross`), of those the model has.
         device: Where the model runs for calibration.
         seed: For methods that draw numbers, and the order of calibration blocks.
@@ -160,6 +163,8 @@ def convert(
         seed=seed,
         attention=kinds,
     )
+    if untie:
+        plan = untied(plan, seen.shapes)
     check_dtypes(plan, seen)
     check_space(out, seen.nbytes)
     options = CalibrationOptions(
@@ -233,6 +238,10 @@ def _publish(
         for r in converters
         for role, name in r.names.items()
     }
+    if plan.untied:
+        head, embedding = plan.untied
+        info = checkpoint.tensors[embedding]
+        new[head] = NewTensor(info.dtype, info.shape, partial(checkpoint.read, embedding))
     shards = plan_shards(checkpoint, new, [name for r in converters for name in r.removed], max_shard_size)
     total = sum(entry_nbytes(entry) for shard in shards for entry in shard.entries.values())
     progress, done = current(), 0  # not in `advance`: that is called in other threads

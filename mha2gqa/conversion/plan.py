@@ -73,6 +73,8 @@ class Plan:
         warnings: What the user should know before converting.
         attention: Kinds of attention whose heads are shared.
         export: The modelling code that must travel with the result; None where transformers has it.
+        untied: `(head, embedding)`: name of the output head to store, and of the tensor that it is; None where
+            the head is stored as in the source.
     """
 
     spec: AttentionSpec
@@ -85,6 +87,7 @@ class Plan:
     warnings: tuple[str, ...] = ()
     attention: tuple[str, ...] = ("self",)
     export: Export | None = None
+    untied: tuple[str, str] | None = None
 
     def regrouped(self, groupings: Groupings) -> Plan:
         """The same conversion with other heads sharing."""
@@ -194,12 +197,13 @@ def plan_for_spec(
     changes = config_changes(spec, config, num_heads, groups)
     if export is not None:  # stock classes ignore the key (Whisper's takes it for another): ours only
         heads_of = {s.module.kind: len(s.grouping) for s in modules}
-        changes = {} if groups == before else export_changes(config, heads_of)
+        changes = {} if groups == before else export_changes(config, heads_of, "lm_head.weight" in shapes)
     notes = _notes(spec, config, num_heads, (before, groups), changes)
     if export is not None and changes:
         notes.append(
-            f"transformers has no KV-head count for this type: {export.file} goes with the result, which loads "
-            "with trust_remote_code=True (mha2gqa itself runs its own copy and needs no consent)"
+            f"transformers has no KV-head count for this type: {export.file} goes with the result, which loads in "
+            "transformers alone (4.57 or later), with trust_remote_code=True; no other engine knows the class "
+            "(mha2gqa itself runs its own copy and needs no consent)"
         )
     kinds = tuple(kind for kind in ATTENTION if any(s.module.kind == kind for s in shared))
     source = dict(config)

@@ -141,12 +141,15 @@ def find_export(config: Mapping[str, Any]) -> Export | None:
     return export
 
 
-def config_changes(config: Mapping[str, Any], num_kv_heads: Mapping[str, int]) -> dict[tuple[str, ...], Any]:
+def config_changes(
+    config: Mapping[str, Any], num_kv_heads: Mapping[str, int], has_head: bool = False
+) -> dict[tuple[str, ...], Any]:
     """Keys of config.json that make the checkpoint load the exported class.
 
     Args:
         config: The raw config of the source (stock or already exported).
         num_kv_heads: KV heads by kind of attention: `self`, and `cross` where there is cross-attention.
+        has_head: Whether an output head is stored.
 
     Returns:
         Path -> value, as `architectures.config_changes` gives them.
@@ -166,7 +169,15 @@ def config_changes(config: Mapping[str, Any], num_kv_heads: Mapping[str, int]) -
     }
     if export.cross:
         changes["num_cross_key_value_heads"] = num_kv_heads["cross"]
+    if export.file == "modeling_gqa_t5.py" and has_head and not _scales_outputs(config):
+        changes["tie_word_embeddings"] = False  # how transformers 4 says both
     return {(key,): value for key, value in changes.items()}
+
+
+def _scales_outputs(config: Mapping[str, Any]) -> bool:
+    """Whether a model of the T5 family scales its decoder's outputs before the head, as transformers 5 says it."""
+    mt5 = str(config["model_type"]).removeprefix(PREFIX) == "mt5"
+    return not mt5 and config.get("scale_decoder_outputs", True)
 
 
 def modeling_file(export: Export) -> Path:

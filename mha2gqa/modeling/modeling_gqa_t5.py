@@ -240,7 +240,9 @@ class SharedDecoder:
 
     def __init__(self, config: PretrainedConfig) -> None:
         if OLD_TIES and config.tie_word_embeddings and not scales_outputs(config):
-            raise ValueError("transformers 4 scales what a tied head reads, which this model does not: use 5 or later")
+            raise ValueError(
+                "transformers 4 scales what a tied head reads, which this model does not: use 5 or later"
+            )
         super().__init__(config)  # type: ignore[call-arg]
         for block in self.decoder.block:
             # Stock umT5 of transformers 5.17 says False: SDPA without a mask then looks ahead.

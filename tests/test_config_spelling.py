@@ -91,6 +91,7 @@ def test_a_key_that_is_there_keeps_its_value() -> None:
         "qwen2_vl",
         "gpt_oss",
         "apertus",
+        "qwen3_moe",
     ],
 )
 @pytest.mark.parametrize("rope", ["default", "linear"])

@@ -14,6 +14,8 @@ LOCAL, GLOBAL = "sliding_attention", "full_attention"
 # or one base and a scaling of the full layers alone.
 TWO_BASES = frozenset({"gemma3_text", "gemma3n_text"})
 ONE_BASE = frozenset({"olmo3"})
+# Other keys that got another name, by model type: newer -> older.
+RENAMED = {name: {"num_local_experts": "num_experts"} for name in ("qwen3_moe", "qwen3_vl_moe_text")}
 
 
 def both_spellings(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -24,7 +26,7 @@ def both_spellings(config: Mapping[str, Any]) -> dict[str, Any]:
 
     Returns:
         A new config: `rope_parameters` also as `rope_theta`, `partial_rotary_factor` and `rope_scaling`, `dtype`
-        also as `torch_dtype`. A key that is there already keeps its value.
+        also as `torch_dtype`, and keys that a model type renamed. A key that is there already keeps its value.
 
     Example:
         >>> both_spellings({"dtype": "float16"})
@@ -37,6 +39,9 @@ def both_spellings(config: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(config.get("rope_parameters"), Mapping):
         for key, value in _older_rope(config).items():
             new.setdefault(key, value)
+    for newer, older in RENAMED.get(str(config.get("model_type")), {}).items():
+        if newer in config:
+            new.setdefault(older, config[newer])
     if isinstance(config.get("dtype"), str):
         new.setdefault("torch_dtype", config["dtype"])
     return new

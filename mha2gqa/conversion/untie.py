@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from ..checkpoints.reader import edit_config
 from ..errors import UnsupportedModelError
@@ -38,7 +39,7 @@ def untied(plan: Plan, shapes: Mapping[str, Sequence[int]]) -> Plan:
             where="--untie",
             fix="leave it out",
         )
-    tied = {("tie_word_embeddings",): False}
+    tied: dict[tuple[str, ...], Any] = {("tie_word_embeddings",): False}
     return replace(
         plan,
         config=edit_config(plan.config, tied),

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from mha2gqa import lm_head
 from mha2gqa.data import Document, token_blocks
 from mha2gqa.errors import CheckpointError, DataError, GateError, UsageError
 from mha2gqa.evaluation import (
@@ -340,21 +341,21 @@ def test_sliced_head_equals_all_logits(
     with torch.no_grad():
         logits = net(blocks[:, :-1]).logits
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), blocks[:, 1:].flatten()).item()
-    monkeypatch.setitem(scoring.LOGIT_BYTES, "cpu", 64 * 4 * 5)  # five positions a slice
+    monkeypatch.setitem(scoring.LOGIT_ELEMENTS, "cpu", 64 * 5)  # five positions a slice
     assert block_loss(net, blocks, 2) == pytest.approx(expected, rel=1e-6)
     if model_type in ("llama", "gemma2", "cohere", "granite", "phi", "gpt_neox", "gpt2"):
-        assert scoring.Head(net).split
-    monkeypatch.setattr(scoring.Head, "_can_split", lambda self: False)
+        assert scoring.Scorer(net).head is not None
+    monkeypatch.setattr(lm_head, "find_lm_head", lambda model: None)
     assert block_loss(net, blocks, 2) == pytest.approx(expected, rel=1e-6)
 
 
 def test_logits_never_exist_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     net = pico_llama()
-    monkeypatch.setitem(scoring.LOGIT_BYTES, "cpu", 64 * 4 * 5)
+    monkeypatch.setitem(scoring.LOGIT_ELEMENTS, "cpu", 64 * 5)
     widths = []
-    net.lm_head.register_forward_hook(lambda module, args, output: widths.append(output.shape[1]))
+    net.lm_head.register_forward_hook(lambda module, args, output: widths.append(output.numel() // 64))
     block_loss(net, torch.randint(0, 64, (4, 33)), 4)
-    assert max(widths[2:]) == 5 and sum(widths[2:]) == 4 * 32  # the first two belong to the check
+    assert max(widths[1:]) == 5 and sum(widths[1:]) == 4 * 32  # the first belongs to the check
 
 
 def test_block_loss_leaves_the_mode_as_found() -> None:
@@ -384,7 +385,7 @@ def test_encoder_decoder_windows() -> None:
         Window(np.array([0, *target], dtype=np.int32), 0, i, "", encoder=source.astype(np.int32))
         for i, (source, target) in enumerate(pairs)
     ]
-    scored = scoring.score_batches(scoring.Head(net), batching.make_batches(windows, 3, 20))
+    scored = scoring.score_batches(scoring.Scorer(net), batching.make_batches(windows, 3, 20))
     total = sum(float(s.nll.double().sum()) for _, s in scored)
     assert total == pytest.approx(sum(losses), rel=1e-5)
 

@@ -24,6 +24,7 @@ LAYERS = [
     "checkpoints",
     "architectures",
     "heads",
+    "lm_head",
     "data",
     "arch_conversion",
     "kv_cache",

@@ -48,7 +48,7 @@ def test_it_comes_closer_to_the_originals_predictions() -> None:
     assert all(p.requires_grad and p.grad is None for p in student.parameters())
 
 
-def test_batches_in_pieces_give_the_same_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_in_chunks_give_the_same_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     def run() -> tuple[Any, dict[str, torch.Tensor]]:
         teacher = pico_llama()
         student = convert_model(teacher, 2, method="joint")
@@ -57,7 +57,9 @@ def test_batches_in_pieces_give_the_same_weights(monkeypatch: pytest.MonkeyPatch
 
     whole, weights = run()
     assert all(torch.equal(x, weights[n]) for n, x in run()[1].items())
-    monkeypatch.setitem(distill_function.__globals__["LOGITS"], "cpu", 64 * 12 * 3)  # 3 + 1 rows of the 4
+    monkeypatch.setitem(
+        distill_function.__globals__["LOGITS"], "cpu", 64 * 12 * 3
+    )  # two chunks of the 48 positions
     pieces, others = run()
     assert pieces.before == pytest.approx(whole.before, rel=1e-5)
     for name, x in weights.items():

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from training import TINY, family, write_text
 
 from mha2gqa.errors import CheckpointError, UsageError
+from mha2gqa.lm_head import CHUNK_ELEMENTS, LMHead
 from mha2gqa.uptraining import loss as L
 from mha2gqa.uptraining import teacher_cache, uptrain
 from mha2gqa.uptraining.batches import Collator
@@ -44,7 +45,7 @@ def bucketed(z, labels, teacher, k, temperature, ce_weight):
 @pytest.mark.parametrize(("scale", "softcap"), [(1.0, None), (0.5, 3.0)])
 def test_truncated_loss_and_gradient(monkeypatch, k, teacher_vocab, temperature, ce_weight, scale, softcap):
     torch.manual_seed(0)
-    monkeypatch.setitem(L.CHUNK_ELEMENTS, "cpu", 7 * 31)
+    monkeypatch.setitem(CHUNK_ELEMENTS, "cpu", 7 * 31)
     hidden = torch.randn(23, 12, dtype=torch.float64, requires_grad=True)
     module = torch.nn.Linear(12, 31, dtype=torch.float64)
     labels = torch.randint(0, 25, (23,))
@@ -54,7 +55,7 @@ def test_truncated_loss_and_gradient(monkeypatch, k, teacher_vocab, temperature,
     best = (teacher[:, :width] / temperature).log_softmax(-1).topk(k)
     cached = L.TopKLogProbs(best.indices, best.values, width)
     spec = L.Objective(True, temperature, ce_weight)
-    loss, _ = L.chunked_loss(hidden, labels, spec, head=L.Head(module, scale, softcap), teacher=cached.part)
+    loss, _ = L.chunked_loss(hidden, labels, spec, head=LMHead(module, scale, softcap), teacher=cached.part)
     got = torch.autograd.grad(loss, [hidden, *module.parameters()])
     z = module(hidden) * scale
     z = z if softcap is None else softcap * torch.tanh(z / softcap)

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from conftest import pico_llama
 
+from mha2gqa.lm_head import CHUNK_ELEMENTS, LMHead
 from mha2gqa.uptraining import loss as D
-from mha2gqa.uptraining.teacher import find_head
 
 
 def naive(z, labels, teacher, temperature, ce_weight):
@@ -33,13 +33,13 @@ def test_chunks_equal_the_naive_loss(
     monkeypatch, teacher_vocab, temperature, ce_weight, scale, softcap, biased
 ):
     torch.manual_seed(0)
-    monkeypatch.setitem(D.CHUNK_ELEMENTS, "cpu", 7 * 31)  # 7 tokens a chunk, the last one short
+    monkeypatch.setitem(CHUNK_ELEMENTS, "cpu", 7 * 31)  # 7 tokens a chunk, the last one short
     hidden = torch.randn(23, 12, dtype=torch.float64, requires_grad=True)
     module = torch.nn.Linear(12, 31, bias=biased, dtype=torch.float64)
     labels = torch.randint(0, 25, (23,))
     labels[[3, 11]] = D.IGNORE_INDEX
     teacher = None if teacher_vocab is None else 3 * torch.randn(23, teacher_vocab, dtype=torch.float64)
-    head = D.Head(module, scale, softcap)
+    head = LMHead(module, scale, softcap)
     spec = D.Objective(teacher is not None, temperature, ce_weight if teacher is not None else 1.0)
     chunk = None if teacher is None else (lambda part: teacher[part])
     loss, ce = D.chunked_loss(hidden, labels, spec, head=head, teacher=chunk)
@@ -73,7 +73,7 @@ def test_float32_agrees_to_a_millionth_per_token():
     hidden, module = torch.randn(512, 16, requires_grad=True), torch.nn.Linear(16, 1000, bias=False)
     labels, teacher = torch.randint(0, 1000, (512,)), torch.randn(512, 1000)
     spec = D.Objective(True, 1.0, 0.5)
-    loss, _ = D.chunked_loss(hidden, labels, spec, head=D.Head(module), teacher=lambda part: teacher[part])
+    loss, _ = D.chunked_loss(hidden, labels, spec, head=LMHead(module), teacher=lambda part: teacher[part])
     double = hidden.detach().double().requires_grad_()
     wanted = naive(double @ module.weight.double().t(), labels, teacher.double(), 1.0, 0.5)
     assert abs(loss.item() - wanted.item()) / 512 < 1e-6
@@ -94,67 +94,17 @@ def test_logits_never_exist_whole(monkeypatch):
                 self.size = max(self.size, out.numel())
             return out
 
-    monkeypatch.setitem(D.CHUNK_ELEMENTS, "cpu", 16 * 4096)
+    monkeypatch.setitem(CHUNK_ELEMENTS, "cpu", 16 * 4096)
     hidden, module = torch.randn(256, 8, requires_grad=True), torch.nn.Linear(8, 4096, bias=False)
     labels = torch.randint(0, 4096, (256,))
     frozen = torch.nn.Linear(8, 4096, bias=False).requires_grad_(False)
-    chunk = D.teacher_chunks(torch.randn(256, 8), D.Head(frozen))
+    chunk = D.teacher_chunks(torch.randn(256, 8), LMHead(frozen))
     with Largest() as largest:
         loss, _ = D.chunked_loss(
-            hidden, labels, D.Objective(True, 1.0, 0.0), head=D.Head(module), teacher=chunk
+            hidden, labels, D.Objective(True, 1.0, 0.0), head=LMHead(module), teacher=chunk
         )
         loss.backward()
     assert largest.size <= 16 * 4096  # whole logits would be 256 * 4096
-
-
-@pytest.mark.parametrize(
-    ("kind", "changes"),
-    [
-        ("Llama", {}),
-        ("Cohere", {"logit_scale": 0.25}),
-        ("Granite", {"logits_scaling": 8.0}),
-        ("Gemma2", {"final_logit_softcapping": 2.0, "head_dim": 4, "sliding_window": 64}),
-        ("Phi", {}),
-    ],
-)
-def test_heads_give_the_models_own_logits(kind, changes):
-    import transformers
-
-    config = getattr(transformers, f"{kind}Config")(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=1,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        pad_token_id=None,
-        bos_token_id=None,
-        eos_token_id=0,
-        initializer_range=0.5,
-        **changes,
-    )
-    torch.manual_seed(0)
-    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
-    ids = torch.randint(0, 64, (2, 11))
-    head = find_head(model)
-    assert head is not None
-    with torch.no_grad():
-        states = getattr(model, model.base_model_prefix)(input_ids=ids, use_cache=False).last_hidden_state
-        torch.testing.assert_close(head(head.module(states)), model(ids).logits, rtol=1e-5, atol=1e-5)
-
-
-def test_an_unknown_head_is_not_trusted():
-    """A model that does something else to its logits falls back to its own path."""
-    model = pico_llama()
-    forward = model.forward
-
-    def odd(*args, **kwargs):
-        out = forward(*args, **kwargs)
-        out.logits = out.logits.sin()
-        return out
-
-    model.forward = odd
-    assert find_head(model) is None
 
 
 # --- Liger ------------------------------------------------------------------------------------------------
@@ -185,7 +135,7 @@ def liger(monkeypatch) -> list[dict]:
 def test_liger_is_called_for_plain_loss_and_equals_the_chunks(liger, biased, softcap):
     torch.manual_seed(0)
     hidden = torch.randn(23, 12, requires_grad=True)
-    head = D.Head(torch.nn.Linear(12, 31, bias=biased), softcap=softcap)
+    head = LMHead(torch.nn.Linear(12, 31, bias=biased), softcap=softcap)
     labels = torch.randint(0, 31, (23,))
     labels[[3, 11]] = D.IGNORE_INDEX
     leaves = [hidden, *head.module.parameters()]
@@ -200,13 +150,13 @@ def test_liger_is_left_out_where_it_cannot_say_it(liger):
     hidden, module = torch.randn(5, 4, requires_grad=True), torch.nn.Linear(4, 9, bias=False)
     labels, teacher = torch.randint(0, 9, (5,)), torch.randn(5, 9)
     on = {"liger": True}
-    D.chunked_loss(hidden, labels, D.Objective(**on), head=D.Head(module, scale=0.5))
+    D.chunked_loss(hidden, labels, D.Objective(**on), head=LMHead(module, scale=0.5))
     D.chunked_loss(
-        hidden, labels, D.Objective(True, 1.0, 0.0, **on), head=D.Head(module), teacher=lambda p: teacher[p]
+        hidden, labels, D.Objective(True, 1.0, 0.0, **on), head=LMHead(module), teacher=lambda p: teacher[p]
     )
     D.chunked_loss(module(hidden), labels, D.Objective(**on))
     with torch.no_grad():
-        D.chunked_loss(hidden, labels, D.Objective(**on), head=D.Head(module))
+        D.chunked_loss(hidden, labels, D.Objective(**on), head=LMHead(module))
     assert not liger
 
 

@@ -13,7 +13,7 @@ from ..architectures.locate import find_attention_modules
 from ..architectures.registry import find_spec
 from ..errors import CheckpointError, UnsupportedModelError
 from .batching import Batch
-from .scoring import Head
+from .scoring import Scorer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -50,7 +50,7 @@ def _captured(modules: dict[str, nn.Module]) -> Iterator[dict[str, Tensor]]:
 
 
 @torch.inference_mode()
-def attention_error(head: Head, reference: Head, batches: Sequence[Batch]) -> dict[str, float]:
+def attention_error(head: Scorer, reference: Scorer, batches: Sequence[Batch]) -> dict[str, float]:
     """Relative squared deviation of each attention module's output in the two running models.
 
     Args:

@@ -22,7 +22,7 @@ from .lm_eval import run_tasks
 from .metrics import Sources
 from .protocols import PROTOCOLS, Settings, Window
 from .result import EvaluateConfig, EvaluateResult, LoadedModel, Subject
-from .scoring import Head, TokenScores, score_batches
+from .scoring import Scorer, TokenScores, score_batches
 from .setup import Entry, Setup, prepare
 from .summary import summarise
 
@@ -101,16 +101,16 @@ class _Run:
             return
         with self._opened(reference) as original:
             self._run_tasks(reference, original)
-            head = Head(original)
+            head = Scorer(original)
             for entry in others:
                 self._score(entry, reference, head)
 
-    def _score(self, entry: Entry, reference: Entry | None = None, other: Head | None = None) -> None:
+    def _score(self, entry: Entry, reference: Entry | None = None, other: Scorer | None = None) -> None:
         """One pass over the text; fills the sums of `entry`, and of `reference` if it has none yet."""
         self.progress.stage(f"{SCORING}{entry.name}", self._expected(), "tokens")
         with self._opened(entry) as model:
             self._run_tasks(entry, model)
-            head = Head(model)
+            head = Scorer(model)
             with Prefetcher(self._batches(entry, head.device)) as batches:
                 first = self._add_up(entry, score_batches(head, batches, other), reference)
             if entry.tally.tokens == 0:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.nn.functional import kl_div
 from ..architectures import AttentionSpec, find_attention_modules
 from ..calibration import Batch, Progress, module_key
 from ..config.reconstruct import ReconstructConfig
+from ..lm_head import ChunkedLogits, chunk_slices
 from .driver import split_batches
 from .hidden_states import slice_rows
 from .regress import minimise, row_order
@@ -75,23 +76,13 @@ def distill(
     modules = [module for module in modules if only is None or module_key(module) in only]
     parameters = [p for s in modules for p in trained_parameters(student.get_submodule(s.path), s)]
     order = row_order(train.stop * size, size, config.seed)
-    device = next(student.parameters()).device
-
-    def divergence(batch: Batch) -> Tensor:
-        """Mean KL divergence over the tokens of some rows."""
-        batch = {name: x.to(device) for name, x in batch.items()}
-        with autocast(next(student.parameters())):
-            with torch.no_grad():
-                wanted = teacher(**batch, use_cache=False).logits.float().log_softmax(-1)
-            made = student(**batch, use_cache=False).logits.float().log_softmax(-1)
-        return kl_div(made.flatten(0, -2), wanted.flatten(0, -2), reduction="batchmean", log_target=True)
+    outputs = _Outputs(teacher, student)
 
     done = 0
 
     def backward() -> None:
         nonlocal done
-        for share, batch in _pieces(teacher, _rows(seen, next(order))):
-            (divergence(batch) * share).backward()
+        outputs.divergence(_rows(seen, next(order)), learn=True)
         nn.utils.clip_grad_norm_(parameters, 1.0)
         done += 1
         if progress:
@@ -99,7 +90,9 @@ def distill(
 
     @torch.no_grad()
     def validate() -> float:
-        return sum(share * float(divergence(batch)) for share, batch in _pieces(teacher, kept))
+        rows = len(next(iter(kept.values())))
+        batches = [torch.arange(start, min(start + size, rows)) for start in range(0, rows, size)]
+        return sum(len(index) / rows * outputs.divergence(_rows(kept, index)) for index in batches)
 
     knobs = replace(config, steps=config.distill_steps, learning_rate=config.distill_rate, relative=False)
     with frozen(teacher, student), repeatable(), float32(parameters), torch.enable_grad():
@@ -113,13 +106,41 @@ def _rows(inputs: Batch | Tensor, index: Tensor) -> Batch:
     return {name: x[index.to(x.device)] for name, x in rows.items()}
 
 
-def _pieces(model: Any, batch: Batch) -> Iterator[tuple[float, Batch]]:
-    """A batch in pieces whose logits fit, each with its share of the rows."""
-    rows = next(iter(batch.values()))
-    table = model.get_output_embeddings()
-    device = next(model.parameters()).device.type
-    each = rows.shape[1] * (table.weight.shape[0] if table is not None else 2**16)
-    size = max(1, LOGITS.get(device, LOGITS["default"]) // each)
-    for start in range(0, len(rows), size):
-        piece = {name: x[start : start + size] for name, x in batch.items()}
-        yield len(next(iter(piece.values()))) / len(rows), piece
+class _Outputs:
+    """What teacher and student predict for a batch, compared a chunk of positions at a time.
+
+    Args:
+        teacher, student: On one device.
+    """
+
+    def __init__(self, teacher: Any, student: Any) -> None:
+        self.teacher, self.student = ChunkedLogits(teacher), ChunkedLogits(student)
+        self.parameter = next(student.parameters())
+
+    def divergence(self, batch: Batch, *, learn: bool = False) -> float:
+        """Mean KL divergence over the tokens of some rows, nats; `learn` adds its gradient to the student's."""
+        device = self.parameter.device
+        batch = {name: x.to(device) for name, x in batch.items()}
+        with autocast(self.parameter):
+            with torch.no_grad():
+                target = self.teacher.states(**batch)
+            states = self.student.states(**batch)
+        leaf = states.detach().requires_grad_(learn)
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        limit = LOGITS.get(device.type, LOGITS["default"])
+        for part in chunk_slices(len(leaf), self.student.vocabulary, device.type, limit):
+            loss = self._chunk(target[part], leaf[part]) / len(leaf)
+            if learn:
+                loss.backward()
+            total += loss.detach()
+        if learn:
+            states.backward(leaf.grad)
+        return float(total)
+
+    def _chunk(self, target: Tensor, states: Tensor) -> Tensor:
+        """Summed KL divergence of some positions, from the states of both models."""
+        with autocast(self.parameter):
+            with torch.no_grad():
+                expected = self.teacher.logits(target).float().log_softmax(-1)
+            made = self.student.logits(states).float().log_softmax(-1)
+        return kl_div(made, expected, reduction="sum", log_target=True)

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
+
+from ..lm_head import LMHead, chunk_slices, finish, finish_backward, gives_wide_products, product
 
 IGNORE_INDEX = -100  # label of a position without loss, as everywhere in transformers
-CHUNK_ELEMENTS = {"cpu": 2**22, "default": 2**27}  # float32 logits of one chunk: 16 MiB, 512 MiB
-
-EMPTY = 1e-7  # a rest of a distribution below this is the rounding of 1 minus a sum in float32
+EPS = 1e-7  # a rest of a distribution below this is the rounding of 1 minus a sum in float32
 
 
 @dataclass(frozen=True)
@@ -62,36 +62,6 @@ class Objective:
     liger: bool = False
 
 
-@dataclass(frozen=True)
-class Head:
-    """How a model turns its last hidden states into logits: a linear map, a factor, a soft cap.
-
-    Args:
-        module: The output projection; its weight `[V, D]` is read at each call (sharding swaps it).
-        scale: Factor on the logits (`logit_scale` of Cohere, 1 / `logits_scaling` of Granite).
-        softcap: `cap * tanh(logits / cap)` of Gemma 2, or None.
-    """
-
-    module: nn.Linear
-    scale: float = 1.0
-    softcap: float | None = None
-
-    def __call__(self, logits: Tensor) -> Tensor:
-        """Apply factor and cap to the bare product, any shape."""
-        return _shape(logits, self.scale, self.softcap)
-
-
-def _shape(z: Tensor, scale: float, softcap: float | None) -> Tensor:
-    y = z if scale == 1.0 else z * scale
-    return y if softcap is None else softcap * torch.tanh(y / softcap)
-
-
-def _shape_backward(grad: Tensor, y: Tensor, scale: float, softcap: float | None) -> Tensor:
-    if softcap is not None:
-        grad = grad * (1 - (y / softcap) ** 2)
-    return grad if scale == 1.0 else grad * scale
-
-
 def objective(
     z: Tensor,
     labels: Tensor,
@@ -110,7 +80,7 @@ def objective(
         teacher: Finished teacher logits `[C, Vt]`; columns beyond the shorter vocabulary are padding
             and both sides are renormalised without them. Or its `TopKLogProbs` distribution.
         temperature, ce_weight: See `Objective`.
-        scale, softcap: See `Head`.
+        scale, softcap: See `LMHead`.
         dtype: What the gradient is rounded to.
 
     Returns:
@@ -119,7 +89,7 @@ def objective(
     """
     keep = (labels != IGNORE_INDEX).to(z.dtype)[:, None]  # [C, 1]
     target = labels.clamp(min=0)[:, None]
-    y = _shape(z, scale, softcap)
+    y = finish(z, scale, softcap)
     grad = None
     ce_sum = loss = z.new_zeros(())
     width = z.shape[1]
@@ -148,7 +118,7 @@ def objective(
         kl_grad = F.pad((weight * temperature) * keep * kl_grad, (0, z.shape[1] - width))
         grad = kl_grad if grad is None else grad + kl_grad
     assert grad is not None
-    return loss, ce_sum, _shape_backward(grad, y, scale, softcap).to(dtype)
+    return loss, ce_sum, finish_backward(grad, y, scale, softcap).to(dtype)
 
 
 def _truncated_kl(log_q: Tensor, teacher: TopKLogProbs) -> tuple[Tensor, Tensor]:
@@ -161,10 +131,10 @@ def _truncated_kl(log_q: Tensor, teacher: TopKLogProbs) -> tuple[Tensor, Tensor]
     p, log_qk = teacher.log_probs.exp(), log_q.gather(1, teacher.ids)  # [C, k]
     qk = log_qk.exp()
     r = (1 - p.sum(-1, keepdim=True)).clamp(min=0.0)  # [C, 1]
-    s = (1 - qk.sum(-1, keepdim=True)).clamp(min=EMPTY)
-    r = torch.where(r > EMPTY, r, torch.zeros_like(r))
+    s = (1 - qk.sum(-1, keepdim=True)).clamp(min=EPS)
+    r = torch.where(r > EPS, r, torch.zeros_like(r))
     kl = (p * (teacher.log_probs - log_qk)).sum(-1, keepdim=True)
-    kl = kl + torch.where(r > 0, r * (r.clamp(min=EMPTY).log() - s.log()), torch.zeros_like(r))
+    kl = kl + torch.where(r > 0, r * (r.clamp(min=EPS).log() - s.log()), torch.zeros_like(r))
     return kl, (log_q.exp() * (1 - r / s)).scatter(1, teacher.ids, qk - p)
 
 
@@ -174,31 +144,9 @@ def _compiled_objective() -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
 
 
 @functools.cache
-def _wide_products(device: str) -> bool:
-    """Whether half-precision products can come out in float32 on this kind of device."""
-    if device != "cuda":
-        return False
-    probe = torch.zeros(16, 16, dtype=torch.bfloat16, device=device)
-    try:
-        torch.mm(probe, probe, out_dtype=torch.float32)  # type: ignore[call-overload]
-    except (TypeError, RuntimeError):  # torch < 2.8
-        return False
-    return True
-
-
-def product(a: Tensor, b: Tensor) -> Tensor:
-    """`a @ b` for matrices, in float32 (float64 stays) and unrounded where the device can."""
-    if a.dtype in (torch.bfloat16, torch.float16):
-        if _wide_products(a.device.type):
-            return torch.mm(a, b, out_dtype=torch.float32)  # type: ignore[call-overload]
-        return (a @ b).float()
-    return a @ b
-
-
-@functools.cache
 def _adds_products(device: str) -> bool:
     """Whether a half-precision product can be added to a float32 matrix in one pass, by trying it."""
-    if not _wide_products(device):
+    if not gives_wide_products(device):
         return False
     ones = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
     total = torch.ones(16, 16, device=device)
@@ -215,14 +163,6 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)  # type: ignore[call-overload]
     else:
         total += product(a, b)
-
-
-def chunk_slices(count: int, vocabulary: int, device: str) -> list[slice]:
-    """Cut `count` tokens into even chunks whose float32 logits stay within `CHUNK_ELEMENTS`."""
-    limit = max(1, CHUNK_ELEMENTS.get(device, CHUNK_ELEMENTS["default"]) // vocabulary)
-    pieces = max(1, -(-count // limit))
-    size = -(-count // pieces)
-    return [slice(start, min(start + size, count)) for start in range(0, count, size)]
 
 
 def _widened(teacher: Tensor | TopKLogProbs, wide: torch.dtype) -> Tensor | TopKLogProbs:
@@ -299,7 +239,7 @@ def _compute_dtype(x: Tensor) -> torch.dtype:
     return x.dtype
 
 
-def teacher_chunks(hidden: Tensor, head: Head | None) -> TeacherChunk:
+def teacher_chunks(hidden: Tensor, head: LMHead | None) -> TeacherChunk:
     """Teacher logits for a slice of tokens.
 
     Args:
@@ -313,7 +253,7 @@ def teacher_chunks(hidden: Tensor, head: Head | None) -> TeacherChunk:
 
     def chunk(part: slice) -> Tensor:
         z = product(hidden[part], weight.t())
-        return head(z if bias is None else z + bias.to(z.dtype))
+        return head.finish(z if bias is None else z + bias.to(z.dtype))
 
     return chunk
 
@@ -323,7 +263,7 @@ def chunked_loss(
     labels: Tensor,
     spec: Objective,
     *,
-    head: Head | None = None,
+    head: LMHead | None = None,
     teacher: TeacherChunk | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Summed loss over tokens without whole float32 logits.
@@ -339,7 +279,7 @@ def chunked_loss(
         The summed loss (differentiable scalar) and the summed cross-entropy, both float32.
 
     Example:
-        >>> loss, _ = chunked_loss(hidden, labels, Objective(), head=find_head(model))
+        >>> loss, _ = chunked_loss(hidden, labels, Objective(), head=find_lm_head(model))
         >>> (loss / len(labels)).backward()
     """
     if spec.distil != (teacher is not None):
@@ -360,7 +300,7 @@ def chunked_loss(
     )
 
 
-def liger_cross_entropy(hidden: Tensor, labels: Tensor, head: Head, dtype: torch.dtype) -> Tensor | None:
+def liger_cross_entropy(hidden: Tensor, labels: Tensor, head: LMHead, dtype: torch.dtype) -> Tensor | None:
     """Summed next-token loss by Liger's kernel, in `dtype` products with float32 sums.
 
     Args:

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from transformers import masking_utils
 
 from ..errors import UnsupportedModelError, UsageError
+from ..lm_head import LMHead, find_lm_head
 from .batches import restarted_positions
 from .distributed_training import repeated_layers
 from .loss import Objective, TopKLogProbs, chunked_loss, teacher_chunks
-from .teacher import Head, Teacher, find_head, model_inputs
+from .teacher import Teacher, model_inputs
 
 WORTH_SECONDS = 180  # a run shorter than this is not worth the compiler's minute
 ASSUMED_SPEED = 2e14  # FLOP/s of one GPU, to guess a run's length
@@ -36,7 +37,7 @@ def _head_forward(self: nn.Linear, x: Tensor, run: Any = None) -> Any:
 
 
 @contextmanager
-def attached(model: Any, spec: Objective, teacher: Teacher | None = None) -> Iterator[Head | None]:
+def attached(model: Any, spec: Objective, teacher: Teacher | None = None) -> Iterator[LMHead | None]:
     """Make `model(input_ids=…, labels=…, teacher=…)` return (summed loss, summed cross-entropy).
 
     The loss is computed inside the model's own forward, so that wrappers (DDP, FSDP) see one call. Only
@@ -53,7 +54,7 @@ def attached(model: Any, spec: Objective, teacher: Teacher | None = None) -> Ite
     outer = model
     if hasattr(model, "get_base_model"):  # peft hands inputs through to the model inside
         model = model.get_base_model()
-    head = find_head(model)
+    head = find_lm_head(model)
     own_forward = model.forward
     base: Any = getattr(model, model.base_model_prefix, None)  # T5 has none
 
@@ -72,9 +73,9 @@ def attached(model: Any, spec: Objective, teacher: Teacher | None = None) -> Ite
         if head is None:
             if self.config.is_encoder_decoder and "decoder_input_ids" not in kwargs:
                 kwargs["labels"] = labels  # from which it makes its decoder inputs
-            logits = own_forward(**kwargs).logits.flatten(0, 1)
+            logits = own_forward(**kwargs, use_cache=False).logits.flatten(0, 1)
             return chunked_loss(logits, labels.flatten(), now, teacher=chunks)
-        states = base(**kwargs).last_hidden_state.flatten(0, 1)  # [B * T, D]
+        states = base(**kwargs, use_cache=False).last_hidden_state.flatten(0, 1)  # [B * T, D]
         return head.module(
             states, run=lambda x: chunked_loss(x, labels.flatten(), now, head=head, teacher=chunks)
         )

@@ -2,69 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..checkpoints.fingerprints import checkpoint_fingerprint
 from ..checkpoints.hf_config import load_config_json
 from ..checkpoints.loading import load_model
 from ..checkpoints.reader import open_checkpoint
 from ..errors import UsageError
+from ..lm_head import ChunkedLogits, LMHead
 from .budget import Budget, UptrainConfig
 from .distributed_training import whole_models
-from .loss import Head
 
 # Inputs of a batch that change what the model computes, beside input_ids.
 EXTRA_INPUTS = ("position_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask")
-
-
-def _declared_heads(config: Any, module: nn.Linear) -> Iterator[Head]:
-    """What the config says happens to the logits; the plain product only where it says nothing."""
-    scale = getattr(config, "logit_scale", None)
-    divisor = getattr(config, "logits_scaling", None)
-    softcap = getattr(config, "final_logit_softcapping", None)
-    if scale is not None:
-        yield Head(module, scale=float(scale))
-    if divisor is not None:
-        yield Head(module, scale=1.0 / float(divisor))
-    if softcap is not None:
-        yield Head(module, softcap=float(softcap))
-    if scale is None and divisor is None and softcap is None:
-        yield Head(module)
-
-
-@torch.no_grad()
-def find_head(model: Any) -> Head | None:
-    """The model's output head, proven on a probe to give the model's own logits.
-
-    Args:
-        model: A causal language model of transformers.
-
-    Returns:
-        The head, or None where the logits are something else (encoder-decoders, odd heads): then the
-        model's own logits are used.
-    """
-    module = model.get_output_embeddings()
-    base = getattr(model, model.base_model_prefix, None)
-    if type(module) is not nn.Linear or base is None or base is model or model.config.is_encoder_decoder:
-        return None
-    was_training = model.training
-    model.eval()
-    count = min(8, model.config.get_text_config().vocab_size)
-    ids = torch.arange(count, device=module.weight.device)[None]  # [1, 8]
-    wanted = model(input_ids=ids, use_cache=False).logits.float()
-    bare = module(base(input_ids=ids, use_cache=False).last_hidden_state).float()
-    model.train(was_training)
-    tolerance = 1e-5 if module.weight.dtype == torch.float32 else 2e-2
-    for head in _declared_heads(model.config.get_text_config(), module):
-        if (head(bare) - wanted).abs().max() <= tolerance * max(1.0, float(wanted.abs().max())):
-            return head
-    return None
 
 
 class Teacher:
@@ -79,24 +35,26 @@ class Teacher:
 
     def __init__(self, model: Any) -> None:
         self.model = model.requires_grad_(False).eval()
-        self.head = find_head(model)
-        self.base = getattr(model, model.base_model_prefix) if self.head is not None else None
+        self.output = ChunkedLogits(model)
+
+    @property
+    def head(self) -> LMHead | None:
+        """Its output head, None where its own logits are used."""
+        return self.output.head
 
     @torch.no_grad()
     def states(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """Last hidden states `[N, Dt]` of a batch (N = all its positions), or logits `[N, Vt]`."""
         kwargs = model_inputs(inputs)
-        if self.base is not None:
-            return self.base(**kwargs).last_hidden_state.flatten(0, 1)
         if self.model.config.is_encoder_decoder and "decoder_input_ids" not in kwargs:
             kwargs["labels"] = inputs["labels"]
-        return self.model(**kwargs).logits.flatten(0, 1)
+        return self.output.states(**kwargs)
 
 
 def model_inputs(inputs: Mapping[str, Tensor | None]) -> dict[str, Any]:
-    """What a model's forward receives of a batch; labels stay with us, and no cache is built."""
-    per_head = {name: inputs[name] for name in EXTRA_INPUTS if inputs.get(name) is not None}
-    return {"input_ids": inputs["input_ids"], "use_cache": False, **per_head}
+    """What a model's forward receives of a batch; labels stay with us."""
+    extra = {name: inputs[name] for name in EXTRA_INPUTS if inputs.get(name) is not None}
+    return {"input_ids": inputs["input_ids"], **extra}
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,11 @@ from ..checkpoints.hf_config import load_config_json, text_config
 from ..checkpoints.reader import open_checkpoint
 from ..checkpoints.writer import check_space
 from ..errors import CheckpointError, UsageError
+from ..lm_head import chunk_slices
 from .batches import Batch, Blocks, BlockStream, SpanCollator
 from .budget import Budget, UptrainConfig
 from .corpus import Corpus
-from .loss import chunk_slices, teacher_chunks
+from .loss import teacher_chunks
 from .run_dir import LOCK, changed_keys
 from .teacher import Teacher, load_teacher, output_width
 from .throughput import forward_flops

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..checkpoints.atomic import write_text
 from ..checkpoints.reader import Checkpoint, TensorInfo, open_checkpoint
+from ..checkpoints.source_file import SourceFile
 from ..checkpoints.writer import check_space, copy_side_files, plan_shards, write_shards
 from ..errors import CheckpointError
 from .routes import plan
@@ -51,6 +52,14 @@ class ArchConvertedCheckpoint(Checkpoint):
             else TensorInfo(origin(name).file, origin(name).dtype, shapes[name])
             for name in names
         }
+
+    def source_file(self, file: str) -> SourceFile:
+        """One of `files`, open."""
+        return self.source.source_file(file)
+
+    def check_unchanged(self) -> None:
+        """As `Checkpoint` has it."""
+        self.source.check_unchanged()
 
     def read(self, name: str) -> Tensor:
         """The tensor called `name`.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,19 @@ LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 RESTORE = "restore the original file"
 
 
-def parse_json(data: bytes | str) -> Any:
+def parse_json(data: bytes | str, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
     """JSON as Python data, whatever was written.
+
+    Args:
+        data: The text.
+        pairs: Makes an object of its pairs; a dict, where of two equal names the last counts, by default.
 
     Raises:
         ValueError: With a short reason: broken, nested too deeply, numbers too long, half a character.
     """
     try:
         text = data if isinstance(data, str) else data.decode("utf-8")
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=pairs)
         if "\\ud" in text or "\\uD" in text:  # half a surrogate pair cannot be written again
             json.dumps(value, ensure_ascii=False).encode()
     except RecursionError:

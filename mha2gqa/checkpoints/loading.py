@@ -12,9 +12,9 @@ import torch
 from ..errors import CheckpointError, UsageError, reason
 from ..modeling import refuse_encoder, register
 from .dtypes import OPTION_NAMES, named_dtype, torch_dtype
+from .folder import check_model_folder, find_weights
 from .hf_config import is_encoder_decoder, load_config_json, stored_dtype, text_config
 from .ignored_keys import without_ignored
-from .json_files import read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -248,19 +248,15 @@ def check_memory(
 
 
 def weight_bytes(folder: Path) -> int | None:
-    """Bytes of the weight files that transformers would read from `folder`; None if it is not local."""
+    """Bytes of the weight files that transformers would read from `folder`; None if it is not local.
+
+    Raises:
+        CheckpointError: There are none, or what is there is no whole model.
+    """
     if not folder.is_dir():
         return None
-    for single, index in (
-        ("model.safetensors", "model.safetensors.index.json"),
-        ("pytorch_model.bin", "pytorch_model.bin.index.json"),
-    ):
-        names = [single] if (folder / single).exists() else []
-        if not names and (folder / index).exists():
-            names = sorted(set(map(str, read_json(folder / index).get("weight_map", {}).values())))
-        if names:
-            return sum((folder / name).stat().st_size for name in names if (folder / name).exists())
-    return None
+    check_model_folder(folder)
+    return sum((folder / name).stat().st_size for name in find_weights(folder).files)
 
 
 def free_memory(device: torch.device) -> int | None:

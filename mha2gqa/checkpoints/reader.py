@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from ..errors import CheckpointError, hub_refusals, reason
-from .dtypes import stored_name, stored_nbytes
+from ..errors import CheckpointError, hub_refusals, listed, reason
+from .bin_file import BinFile
+from .folder import BIN_INDEX, BIN_SINGLE, INDEX, SINGLE, check_model_folder, find_weights
 from .json_files import read_json
+from .safetensors_file import TensorInfo, check_distinct, read_header
+from .source_file import SourceFile
+
+__all__ = [
+    "BIN_INDEX",
+    "BIN_SINGLE",
+    "INDEX",
+    "MANIFEST",
+    "SINGLE",
+    "Checkpoint",
+    "TensorInfo",
+    "edit_config",
+    "open_checkpoint",
+]
 
 MANIFEST = "mha2gqa.json"
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-BIN_SINGLE, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 _WEIGHT_SUFFIXES = (
     ".safetensors",
     ".bin",
@@ -32,61 +42,6 @@ _WEIGHT_SUFFIXES = (
     ".tflite",
 )
 _WEIGHT_FOLDERS = ("original", "onnx", "openvino", "coreml")
-
-
-@dataclass(frozen=True)
-class TensorInfo:
-    """Where a tensor lies: its file, dtype name, shape, and byte range (none where no file holds it as it is)."""
-
-    file: str
-    dtype: str
-    shape: tuple[int, ...]
-    begin: int = 0
-    end: int = 0
-
-    @property
-    def nbytes(self) -> int:
-        return stored_nbytes(self.dtype, self.shape)
-
-    @property
-    def plain(self) -> bool:
-        """Whether its bytes lie in the file as they are: not inside a .bin, not made from other tensors."""
-        return self.end > self.begin
-
-
-def read_header(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str]]:
-    """Tensor table and metadata of one safetensors file, checked against the file's size.
-
-    Raises:
-        CheckpointError: The file is truncated or no safetensors file.
-    """
-    size = path.stat().st_size
-    try:
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            if length > size:
-                raise ValueError("the header is longer than the file")
-            header = json.loads(file.read(length))
-    except (ValueError, struct.error) as error:
-        raise CheckpointError(
-            f"no safetensors file ({error})", where=path, fix="download it again"
-        ) from error
-    metadata = header.pop("__metadata__", {})
-    start = 8 + length
-    table = {
-        name: TensorInfo(
-            path.name,
-            entry["dtype"],
-            tuple(entry["shape"]),
-            start + entry["data_offsets"][0],
-            start + entry["data_offsets"][1],
-        )
-        for name, entry in header.items()
-    }
-    end = max((info.end for info in table.values()), default=start)
-    if end > size:
-        raise CheckpointError(f"truncated: {size} of {end} bytes", where=path, fix="download it again")
-    return table, metadata
 
 
 class Checkpoint:
@@ -108,87 +63,47 @@ class Checkpoint:
 
     def __init__(self, path: Path, revision: str | None = None) -> None:
         self.path, self.revision = path, revision
-        if not path.is_dir():
-            raise CheckpointError(
-                "no such folder", where=path, fix="give a checkpoint folder or a hub id ORG/NAME"
-            )
-        if not (path / "config.json").exists() and (path / "adapter_config.json").exists():
-            raise CheckpointError(
-                "an adapter, not a model", where=path, fix="merge it into its base model first"
-            )
+        check_model_folder(path)
         self.config = read_json(path / "config.json")
-        self.files, self.is_bin = self._find_files()
-        self.tensors: dict[str, TensorInfo] = {}
+        weights = find_weights(path)
+        self.files, self.is_bin = list(weights.files), weights.is_bin
         self.metadata: dict[str, str] = {"format": "pt"}
-        self._bins: dict[str, dict[str, Tensor]] = {}
-        self._handles: dict[str, Any] = {}
-        for name in self.files:
-            table = self._bin_table(name) if self.is_bin else read_header(path / name)[0]
-            self.tensors |= table
-        if self.files and not self.is_bin:
-            self.metadata = read_header(path / self.files[0])[1] or self.metadata
-        self._check_index()
+        self._sources = {name: SourceFile(path / name) for name in self.files}
+        self._texts = [SourceFile(path / "config.json"), *(SourceFile(p) for p in (weights.index,) if p)]
+        for text in self._texts:
+            text.read(0, text.size)
+        self._bins: dict[str, BinFile] = {}
+        tables: dict[str, dict[str, TensorInfo]] = {}
+        for name, file in self._sources.items():
+            if self.is_bin:
+                self._bins[name] = BinFile(file, name)
+                tables[name] = self._bins[name].tensors
+            else:
+                tables[name], metadata = read_header(file, name)
+                if name == self.files[0] and metadata:
+                    self.metadata = metadata
+        check_distinct(tables, path)
+        self.tensors = {name: info for table in tables.values() for name, info in table.items()}
+        if weights.index is not None:
+            self._check_index(weights.index, weights.weight_map)
+        if not self.tensors:
+            raise CheckpointError("its weight files hold no tensor", where=path, fix="download it again")
 
-    def _find_files(self) -> tuple[list[str], bool]:
-        has = {name for name in (SINGLE, INDEX, BIN_SINGLE, BIN_INDEX) if (self.path / name).exists()}
-        if {SINGLE, INDEX} <= has:
-            raise CheckpointError(
-                f"both {SINGLE} and {INDEX} are there; loaders take the first",
-                where=self.path,
-                fix="remove the stale one",
-            )
-        if SINGLE in has:
-            return [SINGLE], False
-        if BIN_SINGLE in has and INDEX not in has:
-            return [BIN_SINGLE], True
-        if not has:
-            kind = next((n for n in ("tf_model.h5", "flax_model.msgpack") if (self.path / n).exists()), None)
-            what = f"only {kind}, no PyTorch weights" if kind else f"no {SINGLE} and no {INDEX}"
-            raise CheckpointError(what, where=self.path, fix="save the model as safetensors first")
-        index = INDEX if INDEX in has else BIN_INDEX
-        weight_map = read_json(self.path / index).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise CheckpointError("no weight_map", where=self.path / index, fix="restore the original index")
-        files = sorted(set(weight_map.values()))
-        if missing := [name for name in files if not (self.path / name).exists()]:
-            raise CheckpointError(
-                f"the index names files that are missing: {', '.join(missing)}",
-                where=self.path,
-                fix="download them again",
-            )
-        return files, index == BIN_INDEX
-
-    def _check_index(self) -> None:
-        """Every tensor of the index is where the index says."""
-        path = self.path / (BIN_INDEX if self.is_bin else INDEX)
-        if not path.exists() or (len(self.files) == 1 and self.files[0] in (SINGLE, BIN_SINGLE)):
-            return
-        weight_map = read_json(path)["weight_map"]
+    def _check_index(self, index: Path, weight_map: Mapping[str, str]) -> None:
+        """Every tensor is where the index says, and the index knows them all."""
         lost = sorted(n for n, f in weight_map.items() if n not in self.tensors or self.tensors[n].file != f)
         if lost:
             raise CheckpointError(
                 f"{len(lost)} tensors are not where the index says, first {lost[0]} in {weight_map[lost[0]]}",
-                where=path,
+                where=index,
                 fix="download the checkpoint again",
             )
         if extra := sorted(set(self.tensors) - set(weight_map)):
             raise CheckpointError(
-                f"{len(extra)} tensors are missing from the index, first {extra[0]}",
-                where=path,
+                f"{len(extra)} tensors are missing from the index: {listed(extra, 2)}",
+                where=index,
                 fix="restore the original index",
             )
-
-    def _bin_table(self, name: str) -> dict[str, TensorInfo]:
-        try:
-            state = torch.load(self.path / name, map_location="cpu", weights_only=True, mmap=True)
-        except Exception as error:
-            raise CheckpointError(
-                f"cannot be read safely ({type(error).__name__})",
-                where=self.path / name,
-                fix="save the model as safetensors first",
-            ) from error
-        self._bins[name] = state
-        return {key: TensorInfo(name, stored_name(x.dtype), tuple(x.shape)) for key, x in state.items()}
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -201,15 +116,24 @@ class Checkpoint:
         return sum(info.nbytes for info in self.tensors.values())
 
     def read(self, name: str) -> Tensor:
-        """The tensor called `name`, mapped from disk where possible: do not write into it."""
-        if self.is_bin:
-            return self._bins[self.tensors[name].file][name]
-        from safetensors import safe_open
+        """The tensor called `name`, a copy of its own."""
+        info = self.tensors[name]
+        if info.file in self._bins:
+            return self._bins[info.file].read(name)
+        return self._sources[info.file].tensor(info.dtype, info.shape, info.begin, info.end)
 
-        file = self.tensors[name].file
-        if file not in self._handles:
-            self._handles[file] = safe_open(str(self.path / file), framework="pt")
-        return self._handles[file].get_tensor(name)
+    def source_file(self, file: str) -> SourceFile:
+        """One of `files`, open."""
+        return self._sources[file]
+
+    def check_unchanged(self) -> None:
+        """Refuse a source that was written to since it was opened.
+
+        Raises:
+            CheckpointError: A file has another size, time, inode or header; it is named.
+        """
+        for file in (*self._texts, *self._sources.values()):
+            file.check_unchanged()
 
     def side_files(self) -> list[Path]:
         """Everything that is neither a weight nor ours, relative to the folder, sorted."""

@@ -9,13 +9,14 @@ import json
 import os
 import shutil
 import struct
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Lock
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +24,10 @@ from torch import Tensor
 from ..errors import CheckpointError, UsageError
 from .atomic import sync_file, sync_folder, write_text
 from .dtypes import stored_dtype_bits, stored_name, stored_nbytes
+from .finite import all_finite, stored_finite
+from .ignored_keys import without_ignored
 from .reader import INDEX, MANIFEST, SINGLE, Checkpoint, TensorInfo
+from .source_file import SourceFile
 
 _ALIGNMENT = 8  # of the header, as safetensors asks
 
@@ -83,7 +87,9 @@ def plan_shards(
             Shard(file, {n: e for n, e in entries.items() if home[n] == file}) for file in checkpoint.files
         ]
         shards = [shard for shard in shards if shard.entries]
-        return shards if len(shards) > 1 else [Shard(SINGLE, shards[0].entries)]
+        if len(shards) == 1 or any("/" in shard.name for shard in shards):  # OUT has no sub-folders
+            _number(shards)
+        return shards
     shards, size = [Shard("")], 0
     for name in sorted(entries, key=lambda n: checkpoint.files.index(home[n])):
         nbytes = entry_nbytes(entries[name])
@@ -92,19 +98,25 @@ def plan_shards(
             size = 0
         shards[-1].entries[name] = entries[name]
         size += nbytes
+    _number(shards)
+    return shards
+
+
+def _number(shards: Sequence[Shard]) -> None:
+    """Name the files as transformers does."""
     for i, shard in enumerate(shards):
         shard.name = SINGLE if len(shards) == 1 else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
-    return shards
 
 
 @dataclass(frozen=True)
 class _Run:
-    """Unchanged bytes that lie together in a file of the source: `[begin, end)`, to be copied to `offset`."""
+    """Unchanged tensors that lie together in a file of the source: `[begin, end)`, to be copied to `offset`."""
 
-    source: Path
+    source: str
     begin: int
     end: int
     offset: int
+    tensors: tuple[tuple[str, TensorInfo], ...]
 
 
 @dataclass(frozen=True)
@@ -126,7 +138,7 @@ class _Layout:
 
 def write_shards(
     checkpoint: Checkpoint, shards: Sequence[Shard], out: Path, progress: Callable[[int], None] | None = None
-) -> None:
+) -> list[str]:
     """Write every shard and the index into the folder `out`, synced to disk.
 
     A thread copies what is unchanged while this one makes what is new, and another lets the disk take in
@@ -137,8 +149,15 @@ def write_shards(
         shards: From `plan_shards`.
         out: An existing folder.
         progress: Called with the bytes just written, by one thread at a time.
+
+    Returns:
+        Names of unchanged tensors that hold NaN or infinity, as the source has them.
+
+    Raises:
+        CheckpointError: A new tensor is not finite, or the source was written to meanwhile.
     """
     turn = Lock()
+    odd: list[str] = []
 
     def wrote(count: int) -> None:
         if progress:
@@ -154,9 +173,9 @@ def write_shards(
             with path.open("wb") as file:
                 file.write(layout.head)
                 file.truncate(layout.size)
-            copies.append([copying.submit(_copy, run, path, wrote) for run in layout.copied])
+            copies.append([copying.submit(_copy, checkpoint, run, path, wrote, odd) for run in layout.copied])
         for shard, layout, copied in zip(shards, layouts, copies, strict=True):
-            _make(checkpoint, shard, layout, out / shard.name, wrote)
+            _make(checkpoint, shard, layout, out / shard.name, wrote, odd)
             synced.append(syncing.submit(_complete, out / shard.name, copied))
         for done in synced:
             done.result()
@@ -165,6 +184,8 @@ def write_shards(
         syncing.shutdown(cancel_futures=True)
     if len(shards) > 1 or shards[0].name != SINGLE:
         write_text(out / INDEX, json.dumps(_index(shards), indent=2) + "\n")
+    checkpoint.check_unchanged()
+    return without_ignored(odd)
 
 
 def _index(shards: Sequence[Shard]) -> dict[str, Any]:
@@ -196,9 +217,10 @@ def _lay_out(checkpoint: Checkpoint, shard: Shard) -> _Layout:
         if isinstance(entry, NewTensor) or not entry.plain:
             made[name] = offset
             continue
-        run = _Run(checkpoint.path / entry.file, entry.begin, entry.end, offset)
+        run = _Run(entry.file, entry.begin, entry.end, offset, ((name, entry),))
         if copied and _adjoin(copied[-1], run):
-            run = replace(copied.pop(), end=run.end)
+            before = copied.pop()
+            run = replace(before, end=run.end, tensors=before.tensors + run.tensors)
         copied.append(run)
     return _Layout(head, tuple(copied), made, len(head) + end)
 
@@ -209,35 +231,50 @@ def _adjoin(first: _Run, second: _Run) -> bool:
     return there and first.offset + first.end - first.begin == second.offset
 
 
-def _copy(run: _Run, path: Path, wrote: Callable[[int], None]) -> None:
-    with run.source.open("rb") as source, path.open("r+b", buffering=0) as target:
+def _copy(
+    checkpoint: Checkpoint, run: _Run, path: Path, wrote: Callable[[int], None], odd: list[str]
+) -> None:
+    """Copy a run, looking for NaN and infinity in what has just gone by."""
+    source = checkpoint.source_file(run.source)
+    waiting = deque(run.tensors)
+    with path.open("r+b", buffering=0) as target:
         begin, offset = run.begin, run.offset
         while begin < run.end:
             count = _copy_some(source, begin, min(run.end - begin, 1 << 26), target, offset)
-            if not count:
-                raise CheckpointError("ends too early", where=run.source, fix="download it again")
             begin, offset = begin + count, offset + count
+            while waiting and waiting[0][1].end <= begin:  # the system still has its bytes at hand
+                name, info = waiting.popleft()
+                if not stored_finite(source, info):
+                    odd.append(name)
             wrote(count)
 
 
-def _copy_some(source: BinaryIO, begin: int, count: int, target: Any, offset: int) -> int:
-    """Copy up to `count` bytes, inside the kernel where it can; returns how many (0 at the end of the source)."""
+def _copy_some(source: SourceFile, begin: int, count: int, target: Any, offset: int) -> int:
+    """Copy up to `count` bytes, inside the kernel where it can; returns how many."""
     with suppress(AttributeError, OSError):  # not Linux, or not between these file systems
         if copied := os.copy_file_range(source.fileno(), target.fileno(), count, begin, offset):
             return copied
-    source.seek(begin)
-    target.seek(offset)
-    written: int = target.write(source.read(min(count, 1 << 24)))
-    return written
+    data = bytearray(min(count, 1 << 24))
+    source.read_into(memoryview(data), begin)
+    return os.pwrite(target.fileno(), data, offset)
 
 
 def _make(
-    checkpoint: Checkpoint, shard: Shard, layout: _Layout, path: Path, wrote: Callable[[int], None]
+    checkpoint: Checkpoint,
+    shard: Shard,
+    layout: _Layout,
+    path: Path,
+    wrote: Callable[[int], None],
+    odd: list[str],
 ) -> None:
     with path.open("r+b") as file:
         for name, offset in layout.made.items():
             file.seek(offset)
-            wrote(_write_tensor(file, checkpoint, name, shard.entries[name]))
+            data, finite = _bytes_of(checkpoint, name, shard.entries[name])
+            if not finite:
+                odd.append(name)
+            file.write(data)
+            wrote(len(data))
 
 
 def _complete(path: Path, copied: Sequence[Future[None]]) -> None:
@@ -247,28 +284,26 @@ def _complete(path: Path, copied: Sequence[Future[None]]) -> None:
     sync_file(path)
 
 
-def _write_tensor(file: BinaryIO, checkpoint: Checkpoint, name: str, entry: TensorInfo | NewTensor) -> int:
+def _bytes_of(checkpoint: Checkpoint, name: str, entry: TensorInfo | NewTensor) -> tuple[memoryview, bool]:
+    """The bytes of a tensor, and whether all its numbers are finite.
+
+    Raises:
+        CheckpointError: It is new and not finite.
+    """
     tensor = entry.make() if isinstance(entry, NewTensor) else checkpoint.read(name)
     if tuple(tensor.shape) != tuple(entry.shape) or stored_name(tensor.dtype) != entry.dtype:
         raise AssertionError(
             f"{name}: made {tensor.dtype} {tuple(tensor.shape)}, planned {entry.dtype} {entry.shape}"
         )
-    if isinstance(entry, NewTensor) and not _finite(tensor):
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    finite = all_finite(flat, entry.dtype)
+    if isinstance(entry, NewTensor) and not finite:
         raise CheckpointError(
             "NaN or infinity in the result",
             where=name,
             fix="check that tensor in the source; fp16 sources can overflow, try bf16 or fp32",
         )
-    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    file.write(flat.numpy().data)
-    return flat.numel()
-
-
-def _finite(tensor: Tensor) -> bool:
-    """Whether no number is NaN or infinite: either would show in the extremes (nothing else is made)."""
-    if not tensor.is_floating_point() or not tensor.numel():
-        return True
-    return all(bool(extreme.isfinite()) for extreme in torch.aminmax(tensor))
+    return flat.data, finite
 
 
 def copy_side_files(checkpoint: Checkpoint, out: Path) -> list[str]:

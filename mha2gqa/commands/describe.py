@@ -10,6 +10,7 @@ from typing import Any
 from ..arch_conversion import ArchConversion, shapes_of
 from ..arch_conversion import plan as plan_reexpression
 from ..checkpoints.dtypes import stored_nbytes
+from ..checkpoints.folder import check_model_folder, has_weights
 from ..checkpoints.hf_config import as_numbers, config_dtype, load_config_json
 from ..checkpoints.json_files import read_json
 from ..checkpoints.loading import loading_class
@@ -79,7 +80,8 @@ def describe(source: str | Path, revision: str | None = None) -> Description:
     if path.is_file():
         return _from_config(str(source), read_json(path))
     if path.is_dir():
-        if _has_weights(path):
+        check_model_folder(path)
+        if has_weights(path):
             checkpoint = Checkpoint(path)
             dtypes = {name: info.dtype for name, info in checkpoint.tensors.items()}
             shard = max((path / name).stat().st_size for name in checkpoint.files)
@@ -91,10 +93,6 @@ def describe(source: str | Path, revision: str | None = None) -> Description:
 def read_config(source: str | Path, revision: str | None = None) -> dict[str, Any]:
     """The raw config of what `describe` accepts."""
     return read_json(Path(source)) if Path(source).is_file() else load_config_json(source, revision=revision)
-
-
-def _has_weights(path: Path) -> bool:
-    return any(path.glob("*.safetensors")) or any(path.glob("*.bin")) or any(path.glob("*.index.json"))
 
 
 def _from_hub(source: str, revision: str | None) -> Description:

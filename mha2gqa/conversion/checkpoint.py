@@ -26,7 +26,7 @@ from ..checkpoints.writer import (
     publish,
     write_shards,
 )
-from ..errors import CheckpointError, UnsupportedModelError
+from ..errors import CheckpointError, UnsupportedModelError, listed
 from ..modeling import modeling_file
 from ..progress import Callback, Progress, current, reporting
 from ..reconstruct import ReconstructConfig
@@ -254,7 +254,7 @@ def _publish(
 
     with nullcontext(checker) if checker else Checker() as checking, publish(job.out, job.force) as folder:
         checking.expect(plan.config, plan.source)
-        write_shards(checkpoint, shards, folder, advance)
+        odd = write_shards(checkpoint, shards, folder, advance)
         progress.stage("checking")
         copy_side_files(job.original, folder)
         write_config(folder, plan)
@@ -276,6 +276,7 @@ def _publish(
             checks,
             [
                 *plan.warnings,
+                *_broken_warnings(odd),
                 *_notes(job.seen),
                 *calibrated.warnings,
                 *_merging_notes(converters),
@@ -285,6 +286,15 @@ def _publish(
         )
         write_manifest(folder, result, job.original, plan)
     return result
+
+
+def _broken_warnings(odd: Sequence[str]) -> list[str]:
+    """What to know of unchanged tensors that hold NaN or infinity."""
+    if not odd:
+        return []
+    return [
+        f"NaN or infinity in {listed(sorted(odd))}, as in the source: the model may give no usable output"
+    ]
 
 
 def _notes(seen: Checkpoint) -> list[str]:

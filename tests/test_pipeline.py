@@ -21,7 +21,6 @@ import torch
 import mha2gqa
 from mha2gqa.checkpoints.fingerprints import source_fingerprint
 from mha2gqa.checkpoints.reader import open_checkpoint
-from mha2gqa.commands.bench import bench, longest_context
 from mha2gqa.commands.builtin import resolve_data, resolve_model
 from mha2gqa.commands.describe import describe
 from mha2gqa.commands.estimate import parallel_warnings, plan, suggested
@@ -575,47 +574,3 @@ def test_push_to_an_endpoint_that_fails_is_one_line(
     if answer is not None:
         server.shutdown()
         server.server_close()
-
-
-def test_bench_measures_and_counts(model: Path, tmp_path: Path) -> None:
-    convert(model, tmp_path / "out", 2)
-    result = bench([model, tmp_path / "out"], batch=2, context=16, new_tokens=5, bandwidth=1e9)
-    full, grouped = result.models
-    assert full["kv_bytes"] == 4 * grouped["kv_bytes"] == 2 * 2 * 8 * 4 * 4 * 2 * 16
-    for row in result.models:
-        assert row["step_bytes"] == row["weight_bytes"] + row["kv_bytes"]
-        assert row["tokens_per_second"] * row["milliseconds_per_step"] == pytest.approx(2000)
-        assert row["share_of_bandwidth"] == pytest.approx(row["bytes_per_second"] / 1e9)
-    with pytest.raises(UsageError, match="128"):
-        bench(model, context=126, new_tokens=5)
-
-
-def test_a_report_context_beyond_the_model_is_timed_as_far_as_it_reaches(model: Path, tmp_path: Path) -> None:
-    longest = longest_context(json.loads((model / "config.json").read_text()))
-    assert longest is not None
-    bench(model, context=longest)
-    with pytest.raises(UsageError, match="more than the"):
-        bench(model, context=longest + 1)
-    assert longest_context({"model_type": "bloom"}) is None
-
-
-def test_cached_steps_of_the_benchmark_attend_to_the_prefill(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The clock runs over real decoding: each step sees one more cached token, and no kernel plans for it anew."""
-    seen, planned = [], []
-    from transformers import LlamaForCausalLM
-
-    original = LlamaForCausalLM.forward
-
-    def forward(self: Any, *args: Any, **words: Any) -> Any:
-        cache = words.get("past_key_values")
-        seen.append((0 if cache is None else cache.get_seq_length(), words["input_ids"].shape[1]))
-        planned.append(torch.backends.cuda.cudnn_sdp_enabled())
-        return original(self, *args, **words)
-
-    monkeypatch.setattr(LlamaForCausalLM, "forward", forward)
-    torch.manual_seed(0)
-    bench(model, context=16, new_tokens=2)
-    assert seen[0] == (0, 16) and seen[1:] == [(16 + i, 1) for i in range(5)]
-    assert planned[0] and not any(planned[1:]) and torch.backends.cuda.cudnn_sdp_enabled()

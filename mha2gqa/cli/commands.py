@@ -273,13 +273,22 @@ def archs() -> None:
 @cli.command()
 @click.argument("models", nargs=-1, required=True, metavar="MODEL...")
 @option("--batch", type=click.IntRange(1), help="Sequences decoded at once (default 1).")
-@option("--context", type=COUNT, help="Tokens already in the cache (default 1024).")
+@option(
+    "--context", type=COUNT, help="Tokens that a step attends to (default 1024), as far as the models reach."
+)
 @option("--new-tokens", type=COUNT, help="Decode steps that are timed (default 64).")
 @option("--dtype", help="auto, float32, bfloat16, …")
-@option("--bandwidth", type=SIZE, help="Memory bytes per second, to show the share of it that is used.")
+@option("--bandwidth", type=SIZE, help="Memory bytes per second of the device (default measured by a copy).")
+@option(
+    "--memory",
+    type=SIZE,
+    multiple=True,
+    help="Also time the largest batch of this memory budget. Repeatable.",
+)
+@option("--compile/--no-compile", default=None, help="Compile the layers (default on a GPU).")
 @options(device, trust, common)
 def bench(models: tuple[str, ...], **words: Any) -> None:
-    """Time cached decoding of models under the same conditions."""
+    """Time the decode step that servers run, under the same conditions for all models."""
     with shown_progress("bench"):
         from ..commands.bench import bench as call
 

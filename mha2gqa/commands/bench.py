@@ -1,35 +1,33 @@
-"""Decode speed, measured: cached one-token steps of a model, beside the bytes that a step must move.
+"""Decode speed, measured: the one-token step that servers run, beside the bytes that it must move.
 
 FLOPs per token are the same before and after a conversion. What changes is the cache: its size, and the
-traffic of reading it. Figures here are wall times of this machine and this attention backend only.
+traffic of reading it. Figures here are wall times of this machine and this attention backend only; the
+bandwidth that they are held against is that of a copy on the very device.
 """
 
 from __future__ import annotations
 
 import gc
-import time
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..checkpoints.hf_config import is_encoder_decoder, load_config_json, stored_dtype
 from ..checkpoints.loading import load_model, resolve_device, resolve_dtype
 from ..errors import UnsupportedModelError, UsageError
 from ..evaluation.setup import context_length
-from ..kv_cache import decode_step_bytes, kv_bytes, step_weight_bytes
+from ..kv_cache import decode_step_bytes, kv_bytes, max_batch, step_weight_bytes
 from ..results import Result
+from .decode import DecodeTimes, NotServed, copy_bandwidth, fixed_step, growing_cache
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-NEW_TOKENS, WARM_UP = 64, 3  # steps that are timed, and before the clock starts
-# Without cuDNN's attention, which torch prefers on Hopper and later: it plans anew for every length (tens of
-# milliseconds), and a cache is longer at every step.
-ANY_LENGTH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+NEW_TOKENS = 64  # steps that are timed
 
 
 @dataclass
@@ -37,10 +35,15 @@ class BenchResult(Result):
     """Decode speed of models under the same conditions.
 
     Args:
-        batch, context, new_tokens: Sequences, tokens in the cache at the start, steps timed.
+        batch, context, new_tokens: Sequences, tokens that a step attends to, steps timed.
         dtype, device: Of every model.
-        models: `path, tokens_per_second, milliseconds_per_step, kv_bytes, weight_bytes, step_bytes,
-            bytes_per_second, attention, share_of_bandwidth` (the last where the bandwidth was given).
+        copy_bandwidth: Bytes per second that a copy on the device moves, measured.
+        warnings: What the user should know.
+        models: For each model `path, tokens_per_second, milliseconds_per_step, first_token_milliseconds,
+            prefill_tokens_per_second, kv_bytes, weight_bytes, step_bytes, bytes_per_second, share_of_bandwidth,
+            floor_milliseconds` (the step at full bandwidth), `step` (what was timed), `attention, native_gqa,
+            cuda_graph, compiled, warnings`, and `budgets`: per memory budget the batch that fits
+            and its speed.
     """
 
     command: ClassVar[str] = "bench"
@@ -49,6 +52,8 @@ class BenchResult(Result):
     new_tokens: int
     dtype: str
     device: str
+    copy_bandwidth: float | None = None
+    warnings: list[str] = field(default_factory=list)
     models: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -61,122 +66,217 @@ def bench(
     dtype: str = "auto",
     device: str = "auto",
     bandwidth: float | None = None,
+    memory: float | Sequence[float] = (),
+    compile: bool | None = None,
     trust_remote_code: bool = False,
 ) -> BenchResult:
-    """Time cached greedy decoding.
+    """Time decoding as a server does it: full cache, no mask, and on a GPU compiled layers in a CUDA graph.
 
     Args:
         models: Folders or hub ids; all run in the dtype that the first resolves to.
         batch: Sequences decoded at once.
-        context: Tokens already in the cache when the clock starts.
+        context: Tokens that a step attends to; shortened to what every model was built for.
         new_tokens: Steps timed; the median is reported.
         dtype, device: As in `evaluate`.
-        bandwidth: Memory bytes per second of the device, to state the share that is used.
+        bandwidth: Memory bytes per second of the device; measured by a copy where it is not given.
+        memory: Budgets in bytes: at each the largest batch whose cache fits beside the weights is timed too.
+        compile: Whether to compile the layers; None for yes on a GPU.
         trust_remote_code: Run code that comes with a model.
 
     Returns:
         Measured figures of each model.
 
     Raises:
-        UsageError: More tokens than a model was built for.
+        UsageError: A number below 1, or the cache does not fit into the device.
         UnsupportedModelError: An encoder-decoder.
         CheckpointError: A model cannot be loaded.
+
+    Example:
+        >>> bench(["llama", "llama-gqa8"], batch=16, context=4096).models[1]["tokens_per_second"]  # doctest: +SKIP
+        1912.0
     """
     for name, value in (("batch", batch), ("context", context), ("new-tokens", new_tokens)):
         if value < 1:
             raise UsageError("must be at least 1", where=f"--{name} {value}")
     paths = [str(models)] if isinstance(models, (str, Path)) else [str(path) for path in models]
-    for path in paths:
-        config = load_config_json(path)
+    configs = {path: load_config_json(path) for path in paths}
+    for path, config in configs.items():
         if is_encoder_decoder(config):
             raise UnsupportedModelError(
                 f"{config.get('model_type')} is an encoder-decoder, and only decoders are timed",
                 where=path,
                 fix="plan says what a decoding step moves",
             )
+    context, warnings = _within(configs, context)
     where = resolve_device(device)
-    number = resolve_dtype(dtype, where, stored_dtype(load_config_json(paths[0])))
-    result = BenchResult(batch, context, new_tokens, str(number).removeprefix("torch."), str(where))
+    number = resolve_dtype(dtype, where, stored_dtype(configs[paths[0]]))
+    measured = copy_bandwidth(where)
+    result = BenchResult(
+        batch, context, new_tokens, str(number).removeprefix("torch."), str(where), measured, warnings
+    )
+    budgets = [memory] if isinstance(memory, (int, float)) else list(memory)
     for path in paths:
-        config = load_config_json(path)
         gc.collect()
         model = load_model(path, dtype=number, device=where, trust_remote_code=trust_remote_code)
-        limit = context_length(config)
-        if limit is not None and context + new_tokens + WARM_UP > limit:
-            raise UsageError(
-                f"{context} + {new_tokens + WARM_UP} tokens are more than the {limit} it was built for",
-                where=path,
-                fix="lower --context or --new-tokens",
+        row = decode_row(
+            path, model, configs[path], batch=batch, context=context, steps=new_tokens,
+            bandwidth=bandwidth or measured, compiled=compile,
+        )  # fmt: skip
+        row["budgets"] = [
+            budget_row(
+                model, configs[path], memory_bytes, context=context, steps=new_tokens,
+                bandwidth=bandwidth or measured, compiled=compile,
             )
-        seconds = decode_seconds(model, batch, context, new_tokens)
-        result.models.append(_row(path, config, model, seconds, batch, context, bandwidth, number.itemsize))
+            for memory_bytes in budgets
+        ]  # fmt: skip
+        result.models.append(row)
         del model
     return result
 
 
-def longest_context(config: Mapping[str, Any], new_tokens: int = NEW_TOKENS) -> int | None:
+def longest_context(config: Mapping[str, Any]) -> int | None:
     """The longest `context` that `bench` can time a model with; None where its positions have no end.
 
     Args:
         config: Raw `config.json`.
-        new_tokens: As in `bench`.
     """
-    limit = context_length(config)
-    return None if limit is None else max(1, limit - new_tokens - WARM_UP)
+    return context_length(config)
 
 
-@torch.inference_mode()
-def decode_seconds(model: PreTrainedModel, batch: int, context: int, steps: int) -> float:
-    """Median wall seconds of one decode step after a prefill of `context` random tokens.
-
-    Args:
-        model: In eval mode, on its device.
-        batch, context, steps: Sequences, tokens of prefill, steps timed.
-    """
-    generator = torch.Generator().manual_seed(0)
-    vocabulary = int(model.get_output_embeddings().weight.shape[0])  # type: ignore[index, arg-type]
-    ids = torch.randint(vocabulary, (batch, context), generator=generator).to(model.device)
-    out = model(input_ids=ids, use_cache=True, logits_to_keep=1)
-    cache, token = out.past_key_values, out.logits[:, -1:].argmax(-1)
-    times = []
-    with sdpa_kernel(ANY_LENGTH):
-        for _ in range(WARM_UP + steps):
-            _wait(model.device)
-            began = time.perf_counter()
-            out = model(input_ids=token, past_key_values=cache, use_cache=True)
-            token = out.logits[:, -1:].argmax(-1)
-            _wait(model.device)
-            times.append(time.perf_counter() - began)
-    return sorted(times[WARM_UP:])[steps // 2]
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _row(
+def decode_row(
     path: str,
-    config: dict[str, Any],
     model: PreTrainedModel,
-    seconds: float,
+    config: Mapping[str, Any],
+    *,
     batch: int,
     context: int,
-    bandwidth: float | None,
-    itemsize: int,
+    steps: int = NEW_TOKENS,
+    bandwidth: float | None = None,
+    compiled: bool | None = None,
 ) -> dict[str, Any]:
+    """Times of one model in memory at one batch and context, with the bytes that a step moves.
+
+    Args:
+        path: Its name in the result.
+        model: In eval mode, on its device.
+        config: Its raw config.
+        batch, context, steps: Sequences, tokens that a step attends to, steps timed.
+        bandwidth: Bytes per second to hold the step against.
+        compiled: Whether to compile the layers; None for yes on a GPU.
+
+    Raises:
+        UsageError: The cache does not fit beside the model.
+    """
+    itemsize = next(model.parameters()).element_size()
     sizes: dict[str, Any] = {"context": context, "batch": batch, "dtype_bytes": itemsize}
+    cache = kv_bytes(config, **sizes)
+    _check_fits(path, cache, batch, context, model.device)
+    times = time_decoding(model, config, batch, context, steps, compiled)
     stored = {name: p.numel() * p.element_size() for name, p in model.named_parameters()}
-    read = step_weight_bytes(config, stored, batch)
-    step = decode_step_bytes(config, weight_bytes=read, **sizes)
+    step = decode_step_bytes(config, weight_bytes=step_weight_bytes(config, stored, batch), **sizes)
     return {
         "path": path,
-        "tokens_per_second": batch / seconds,
-        "milliseconds_per_step": seconds * 1e3,
-        "kv_bytes": kv_bytes(config, **sizes),
+        "batch": batch,
+        "context": times.context,
+        "tokens_per_second": batch / times.seconds,
+        "milliseconds_per_step": times.seconds * 1e3,
+        "first_token_milliseconds": times.first_token_seconds * 1e3,
+        "prefill_tokens_per_second": times.context / times.first_token_seconds,
+        "kv_bytes": cache,
         "weight_bytes": sum(stored.values()),
         "step_bytes": step,
-        "bytes_per_second": step / seconds,
-        "share_of_bandwidth": None if bandwidth is None else step / seconds / bandwidth,
-        "attention": str(model.config._attn_implementation),
+        "bytes_per_second": step / times.seconds,
+        "share_of_bandwidth": None if bandwidth is None else step / times.seconds / bandwidth,
+        "floor_milliseconds": None if bandwidth is None else step / bandwidth * 1e3,
+        "step": times.path,
+        "attention": times.attention,
+        "native_gqa": times.native_gqa,
+        "cuda_graph": times.cuda_graph,
+        "compiled": times.compiled,
+        "warnings": list(times.warnings),
     }
+
+
+def budget_row(
+    model: PreTrainedModel,
+    config: Mapping[str, Any],
+    memory_bytes: float,
+    *,
+    context: int,
+    steps: int = NEW_TOKENS,
+    bandwidth: float | None = None,
+    compiled: bool | None = None,
+) -> dict[str, Any]:
+    """The largest batch of a memory budget and its measured speed: `memory_bytes` and the keys of `decode_row`.
+
+    Args:
+        model, config, context, steps, bandwidth, compiled: As in `decode_row`.
+        memory_bytes: Weights, cache and a tenth for everything else.
+    """
+    itemsize = next(model.parameters()).element_size()
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    batch = max_batch(
+        config, memory_bytes=memory_bytes, context=context, weight_bytes=weights, dtype_bytes=itemsize
+    )
+    row: dict[str, Any] = {"memory_bytes": memory_bytes, "batch": batch, "tokens_per_second": None}
+    if batch < 1:
+        return row | {"reason": "not one sequence fits beside the weights"}
+    free = free_memory(model.device)
+    cache = kv_bytes(config, context=context, batch=batch, dtype_bytes=itemsize)
+    if free is not None and cache > free:
+        return row | {"reason": f"{cache / 1e9:.1f} GB of cache, and the device has {free / 1e9:.1f} GB free"}
+    timed = decode_row(
+        "", model, config, batch=batch, context=context, steps=steps, bandwidth=bandwidth, compiled=compiled
+    )
+    del timed["path"]
+    return row | timed
+
+
+def time_decoding(
+    model: PreTrainedModel,
+    config: Mapping[str, Any],
+    batch: int,
+    context: int,
+    steps: int,
+    compiled: bool | None = None,
+) -> DecodeTimes:
+    """The step that servers run; where the model's attention is of another kind, transformers' own loop."""
+    try:
+        return fixed_step(model, config, batch, context, steps, compiled)
+    except NotServed as error:
+        return growing_cache(model, batch, context, steps, str(error))
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that can still be had on the device, None where nobody says."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError, AttributeError):
+        return None
+
+
+def _within(configs: Mapping[str, Mapping[str, Any]], context: int) -> tuple[int, list[str]]:
+    """`(context, warnings)`: the context shortened to what every model was built for."""
+    limits = {path: limit for path, config in configs.items() if (limit := longest_context(config))}
+    shortest = min(limits, key=limits.__getitem__, default=None)
+    if shortest is None or limits[shortest] >= context:
+        return context, []
+    limit = limits[shortest]
+    return limit, [f"context is {limit:,}, not {context:,}: {shortest} was built for no more"]
+
+
+def _check_fits(path: str, cache: int, batch: int, context: int, device: torch.device) -> None:
+    free = free_memory(device)
+    if free is None or cache <= free:
+        return
+    sequence = cache / batch
+    fits = int(free / sequence)
+    shorter = int(free / cache * context)
+    raise UsageError(
+        f"a cache of {cache / 1e9:.1f} GB does not fit: {free / 1e9:.1f} GB are free on {device}",
+        where=path,
+        fix=f"use --batch {fits}" if fits else f"use --batch 1 --context {max(1, shorter * batch)}",
+    )

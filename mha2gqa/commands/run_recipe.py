@@ -265,7 +265,7 @@ class Job:
         def work(replace: bool) -> dict[str, Any]:
             found = bench(model, batch=batch, context=context).models[0]
             keys = ("tokens_per_second", "milliseconds_per_step")
-            return {"decode_context": context} | {f"decode_{key}": found[key] for key in keys}
+            return {"decode_context": found["context"]} | {f"decode_{key}": found[key] for key in keys}
 
         return self.records.stage(
             name, inputs, work, lambda r: f"{r['decode_milliseconds_per_step']:.3g} ms a step"

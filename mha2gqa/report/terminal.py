@@ -250,8 +250,9 @@ def _bench(data: Data) -> str:
         ("ms/step", ">"),
         ("KV cache", ">"),
         ("step moves", ">"),
+        ("bandwidth used", ">"),
+        ("first token", ">"),
     ]
-    columns += [("bandwidth used", ">")]
     rows = [
         [
             row["path"],
@@ -259,12 +260,33 @@ def _bench(data: Data) -> str:
             significant(row["milliseconds_per_step"]),
             human_bytes(row["kv_bytes"]),
             human_bytes(row["step_bytes"]),
-            f"{human_bytes(row['bytes_per_second'])}/s",
+            f"{human_bytes(row['bytes_per_second'])}/s" + _share(row),
+            f"{significant(row['first_token_milliseconds'])} ms",
         ]
         for row in data["models"]
     ]
     where = f"batch {data['batch']}, context {data['context']:,}, {data['dtype']} on {data['device']}"
-    return "\n".join([where, "", text_table(columns, rows), *_notes(data)])
+    if data.get("copy_bandwidth"):
+        where += f", which copies {human_bytes(data['copy_bandwidth'])}/s"
+    budgets = [
+        f"{row['path']}: {human_bytes(budget['memory_bytes'])} of memory hold batch {budget['batch']}, "
+        + (
+            f"{human_count(budget['tokens_per_second'])} tokens/s"
+            if budget["tokens_per_second"]
+            else f"not timed: {budget['reason']}"
+        )
+        for row in data["models"]
+        for budget in row.get("budgets", ())
+    ]
+    steps = dict.fromkeys(f"timed: {row['step']}, attention {row['attention']}" for row in data["models"])
+    own = [f"{row['path']}: {warning}" for row in data["models"] for warning in row.get("warnings", ())]
+    more = {**data, "warnings": [*data.get("warnings", ()), *own]}
+    return "\n".join([where, "", text_table(columns, rows), "", *budgets, *steps, *_notes(more)])
+
+
+def _share(row: Data) -> str:
+    share = row.get("share_of_bandwidth")
+    return "" if share is None else f" ({share:.0%})"
 
 
 def _push(data: Data) -> str:

@@ -1,0 +1,254 @@
+"""Decode speed of a Llama of any shape and of its grouped forms, in one run on one device, by the product's bench.
+
+Weights are random and made on the device, tensor by tensor: no checkpoint is needed, and speed does not depend on
+what they are. Every finished row is written at once; a run that was cut off goes on where it stopped.
+
+    python benchmarks/decode_speed.py --out decode_speed.json          # Llama-2-7B, on the GPU
+    python benchmarks/decode_speed.py --tiny --device cpu --out build/decode_speed.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import mha2gqa
+from mha2gqa.commands.bench import budget_row, decode_row
+from mha2gqa.commands.decode import copy_bandwidth
+from mha2gqa.errors import Mha2gqaError
+
+TINY = {
+    "layers": 2, "hidden": 128, "intermediate": 256, "heads": 8, "kv_heads": [8, 2, 1], "vocab": 512,
+    "points": ["2x64", "3x64"], "budgets": [0.001], "budget_context": 64, "steps": 3, "dtype": "float32",
+}  # fmt: skip
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument(
+        "--out", type=Path, required=True, help="JSON file of the rows; OUT.log holds the log"
+    )
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--hidden", type=int, default=4096)
+    parser.add_argument("--intermediate", type=int, default=11008)
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument(
+        "--kv-heads", type=int, nargs="+", default=[32, 8, 4], help="the first is the original"
+    )
+    parser.add_argument("--vocab", type=int, default=32000)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--points", nargs="+", default=["16x4096", "32x4096"], help="BATCHxCONTEXT")
+    parser.add_argument("--budgets", type=float, nargs="*", default=[24, 40, 80], help="GB of device memory")
+    parser.add_argument("--budget-context", type=int, default=4096)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--no-compile", dest="compile", action="store_false", default=None)
+    parser.add_argument("--deadline", type=float, default=400, help="seconds after which no row is begun")
+    parser.add_argument("--tiny", action="store_true", help="a model for a laptop")
+    args = parser.parse_args()
+    if args.tiny:
+        vars(args).update(TINY)
+    return args
+
+
+def config_of(args: argparse.Namespace, kv_heads: int) -> dict[str, Any]:
+    """The raw config of one form."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": args.vocab,
+        "hidden_size": args.hidden,
+        "intermediate_size": args.intermediate,
+        "num_hidden_layers": args.layers,
+        "num_attention_heads": args.heads,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": max(args.budget_context, *(context for _, context in points(args))),
+        "tie_word_embeddings": False,
+        "dtype": args.dtype,
+    }
+
+
+def points(args: argparse.Namespace) -> list[tuple[int, int]]:
+    """`(batch, context)` of every point."""
+    return [(int(batch), int(context)) for batch, _, context in (p.partition("x") for p in args.points)]
+
+
+def random_model(raw: dict[str, Any], device: str) -> LlamaForCausalLM:
+    """The model on the device, its tensors made one by one."""
+    config = LlamaConfig(**{k: v for k, v in raw.items() if k not in ("architectures", "model_type")})
+    dtype = getattr(torch, raw["dtype"])
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config).to(dtype).eval()
+    torch.manual_seed(0)
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                made = torch.empty(parameter.shape, dtype=dtype, device=device)
+                made = made.fill_(1.0) if parameter.dim() == 1 else made.normal_(0, 0.02)
+                module._parameters[name] = torch.nn.Parameter(made, requires_grad=False)
+    model.model.rotary_emb = type(model.model.rotary_emb)(config=config).to(device)
+    return model
+
+
+class Rows:
+    """Rows on disk: read at the start, written after each."""
+
+    def __init__(self, path: Path, setup: dict[str, Any]) -> None:
+        self.path, self.log = path, path.with_name(f"{path.name}.log")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.data: dict[str, Any] = {"setup": setup, "rows": []}
+        if path.exists():
+            before = json.loads(path.read_text())
+            if all(
+                before["setup"].get(k) == v
+                for k, v in setup.items()
+                if k not in ("copy_bandwidth", "command")
+            ):
+                self.data = before
+            else:
+                self.say("the file holds rows of another setup, which are replaced")
+
+    def done(self, **key: Any) -> bool:
+        """Whether there is a row of that key."""
+        return any(all(row.get(k) == v for k, v in key.items()) for row in self.data["rows"])
+
+    def save(self) -> None:
+        """Write all, in one step."""
+        beside = self.path.with_name(f"{self.path.name}.partial")
+        beside.write_text(json.dumps(self.data, indent=1) + "\n")
+        beside.replace(self.path)
+
+    def say(self, text: str) -> None:
+        """One line, on the terminal and in the log."""
+        line = f"{time.strftime('%H:%M:%S')} {text}"
+        print(line, flush=True)
+        with self.log.open("a") as file:
+            file.write(line + "\n")
+
+
+def setup_of(args: argparse.Namespace) -> dict[str, Any]:
+    """What the rows depend on: shape, device, versions."""
+    device = torch.device(args.device)
+    cuda = device.type == "cuda"
+    keys = ("layers", "hidden", "intermediate", "heads", "vocab", "dtype", "steps", "compile")
+    return {
+        **{key: getattr(args, key) for key in keys},
+        "device": torch.cuda.get_device_name(device) if cuda else "CPU",
+        "versions": {
+            "mha2gqa": mha2gqa.__version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+        "command": " ".join(["python", "benchmarks/decode_speed.py", *sys.argv[1:]]),
+        "copy_bandwidth": copy_bandwidth(device, None if cuda else 0.05),
+    }
+
+
+def jobs(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Every measurement of one form: points, then budgets."""
+    found: list[dict[str, Any]] = [
+        {"kind": "point", "asked_batch": batch, "context": context} for batch, context in points(args)
+    ]
+    return found + [
+        {"kind": "budget", "memory_bytes": gigabytes * 1e9, "context": args.budget_context}
+        for gigabytes in args.budgets
+    ]
+
+
+def measure(
+    job: dict[str, Any], model: Any, raw: dict[str, Any], args: argparse.Namespace, rows: Rows
+) -> None:
+    """One row; what does not fit is a row with a reason."""
+    bandwidth = rows.data["setup"]["copy_bandwidth"]
+    more: dict[str, Any] = {"steps": args.steps, "bandwidth": bandwidth, "compiled": args.compile}
+    began = time.perf_counter()
+    try:
+        if job["kind"] == "point":
+            row = decode_row("llama", model, raw, batch=job["asked_batch"], context=job["context"], **more)
+        else:
+            row = budget_row(model, raw, job["memory_bytes"], context=job["context"], **more)
+    except (Mha2gqaError, torch.OutOfMemoryError) as error:
+        row = {"reason": str(error).splitlines()[0], "tokens_per_second": None}
+    gc.collect()
+    row = {**row, **job, "kv_heads": raw["num_key_value_heads"], "seconds": time.perf_counter() - began}
+    rows.data["rows"].append(row)
+    rows.save()
+    result = row.get("reason") or (
+        f"batch {row['batch']}: {row['milliseconds_per_step']:.2f} ms, {row['tokens_per_second']:.0f} tokens/s, "
+        f"{row['share_of_bandwidth']:.0%} of the copy bandwidth; {row['step']}; {'; '.join(row['warnings'])}"
+    )
+    rows.say(f"{job} {raw['num_key_value_heads']} KV heads: {result} [{row['seconds']:.0f} s]")
+
+
+def summary(args: argparse.Namespace, rows: Rows) -> list[dict[str, Any]]:
+    """Speed-ups over the first form, beside the ratio that bytes predict."""
+    found = []
+    for job in jobs(args):
+        mine = {
+            row["kv_heads"]: row
+            for row in rows.data["rows"]
+            if row.get("tokens_per_second") and all(row.get(k) == v for k, v in job.items())
+        }
+        original = mine.get(args.kv_heads[0])
+        for kv_heads, row in mine.items():
+            if original is None or row is original:
+                continue
+            speed_up = row["tokens_per_second"] / original["tokens_per_second"]
+            predicted = row["batch"] / row["step_bytes"] * original["step_bytes"] / original["batch"]
+            found.append(
+                {
+                    **job,
+                    "kv_heads": kv_heads,
+                    "speed_up": speed_up,
+                    "predicted": predicted,
+                    "of_predicted": speed_up / predicted,
+                    "original_share_of_bandwidth": original["share_of_bandwidth"],
+                }
+            )
+    return found
+
+
+def main() -> None:
+    args = arguments()
+    began = time.perf_counter()
+    rows = Rows(args.out, setup_of(args))
+    setup = rows.data["setup"]
+    rows.say(f"{setup['device']}: a copy moves {setup['copy_bandwidth'] / 1e9:.0f} GB/s")
+    for kv_heads in args.kv_heads:
+        left = [job for job in jobs(args) if not rows.done(kv_heads=kv_heads, **job)]
+        if not left or time.perf_counter() - began > args.deadline:
+            continue
+        raw = config_of(args, kv_heads)
+        model = random_model(raw, args.device)
+        rows.say(f"{kv_heads} KV heads: model made, {time.perf_counter() - began:.0f} s")
+        for job in left:
+            if time.perf_counter() - began > args.deadline:
+                rows.say("out of time: run the same command again for the rest")
+                break
+            measure(job, model, raw, args, rows)
+        del model
+        gc.collect()
+    rows.data["summary"] = summary(args, rows)
+    rows.save()
+    for row in rows.data["summary"]:
+        where = (
+            f"batch {row['asked_batch']}" if row["kind"] == "point" else f"{row['memory_bytes'] / 1e9:g} GB"
+        )
+        rows.say(
+            f"{args.kv_heads[0]} -> {row['kv_heads']} KV heads, {where}, context {row['context']}: "
+            f"x{row['speed_up']:.2f}, bytes predict x{row['predicted']:.2f} ({row['of_predicted']:.0%}); "
+            f"the original uses {row['original_share_of_bandwidth']:.0%} of the copy bandwidth"
+        )
+
+
+if __name__ == "__main__":
+    main()

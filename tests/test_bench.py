@@ -1,0 +1,185 @@
+"""`bench`: the step it times is real decoding, on a cache that stays as long as it is, and its bytes add up."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pico_models import model_class, pico_config
+
+from mha2gqa.commands import bench as bench_module
+from mha2gqa.commands import decode
+from mha2gqa.commands.bench import bench, longest_context
+from mha2gqa.conversion.checkpoint import convert
+from mha2gqa.errors import UsageError
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bench") / "llama"
+    torch.manual_seed(0)
+    model_class("llama")(pico_config("llama")).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def quick_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy of a small buffer."""
+    real = decode.copy_bandwidth
+    monkeypatch.setattr(bench_module, "copy_bandwidth", lambda device: real(device, 0.001))
+
+
+def live(model_type: str, **changes: Any) -> tuple[Any, dict[str, Any]]:
+    torch.manual_seed(0)
+    model = model_class(model_type)(pico_config(model_type, **changes)).eval()
+    return model, json.loads(model.config.to_json_string(use_diff=False))
+
+
+def test_every_model_gets_the_same_conditions_and_its_bytes_add_up(model: Path, tmp_path: Path) -> None:
+    convert(model, tmp_path / "out", 2)
+    result = bench([model, tmp_path / "out"], batch=2, context=16, new_tokens=3, bandwidth=1e9)
+    full, grouped = result.models
+    assert full["kv_bytes"] == 4 * grouped["kv_bytes"] == 2 * 2 * 8 * 8 * 4 * 2 * 16
+    assert result.copy_bandwidth is not None and result.copy_bandwidth > 0
+    for row in result.models:
+        assert row["step_bytes"] == row["weight_bytes"] + row["kv_bytes"]
+        assert row["tokens_per_second"] * row["milliseconds_per_step"] == pytest.approx(2000)
+        assert row["share_of_bandwidth"] == pytest.approx(row["bytes_per_second"] / 1e9)
+        assert row["floor_milliseconds"] == pytest.approx(row["step_bytes"] / 1e6)
+        assert row["first_token_milliseconds"] > 0 and row["native_gqa"]
+        assert row["step"] == "fixed cache, no mask" and not row["cuda_graph"]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [
+        ("llama", {"num_key_value_heads": 2}),
+        ("llama", {"num_key_value_heads": 8}),
+        ("gpt_bigcode", {"multi_query": True}),
+        ("olmo2", {"num_key_value_heads": 1}),
+        ("mistral", {"num_key_value_heads": 4, "sliding_window": 16}),
+    ],
+)
+@torch.inference_mode()
+def test_the_timed_step_computes_what_a_full_pass_does(model_type: str, changes: dict[str, Any]) -> None:
+    """Also where a layer keeps no more than its window."""
+    model, config = live(model_type, **changes)
+    before = model.config._attn_implementation
+    step = decode.FixedStep(model, config, 3, 40)
+    with decode._ours(step):
+        step.prefill()
+        token = step.token.clone()
+        for _ in range(2):  # the cache is as long as before: the same step again
+            step.token.copy_(token)
+            logits = model(input_ids=step.token, position_ids=step.position, **step.keys_and_values).logits
+    window = changes.get("sliding_window", 40)
+    assert {part.key.shape[2] for part in step.cache.parts} == {min(40, window)}
+    full = model(torch.cat([step.prompt.expand(3, -1), token], 1)).logits[:, -1:]
+    assert model.config._attn_implementation == before
+    assert float((logits - full).abs().max()) < torch.finfo(torch.float32).eps * 256 * float(full.abs().max())
+
+
+@torch.inference_mode()
+def test_compiled_layers_share_one_program_and_compute_the_same() -> None:
+    """The code path of a GPU, on the CPU's compiler: one graph for all layers, then everything as before."""
+    model, config = live("llama", num_key_value_heads=2, num_hidden_layers=3)
+    step = decode.FixedStep(model, config, 2, 12, compiled=True)
+    with decode._ours(step):
+        step.prefill()
+        token = step.token.clone()
+        torch._dynamo.utils.counters.clear()
+        step.prepare()
+        assert step.compiled and not step.warnings
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+        step.token.copy_(token)
+        step.step()
+        compiled = step.token.clone()
+    full = model(torch.cat([step.prompt.expand(2, -1), token], 1)).logits[:, -1:].argmax(-1)
+    assert torch.equal(compiled, full)
+    assert [layer.self_attn.layer_idx for layer in model.model.layers] == [0, 1, 2]
+
+
+def test_a_model_that_does_not_compile_is_timed_without_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, config = live("llama")
+
+    def broken(model: Any) -> int:
+        for layer in model.model.layers:
+            layer.forward = lambda *args, **kwargs: (_ for _ in ()).throw(RuntimeError("no compiler\nat all"))
+        return 1
+
+    monkeypatch.setattr(decode, "compile_layers", broken)
+    times = decode.fixed_step(model, config, 1, 8, 2, compiled=True)
+    assert not times.compiled and times.warnings == ("layers not compiled: no compiler",)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "why"),
+    [
+        ("bloom", "attention interface"),
+        ("gemma2", "softcap"),
+        ("gpt_oss", "s_aux"),
+        ("bamba", "not every layer"),
+    ],
+)
+def test_other_kinds_of_attention_are_timed_in_their_own_loop(model_type: str, why: str) -> None:
+    model, config = live(model_type)
+    before = model.config._attn_implementation
+    times = bench_module.time_decoding(model, config, 2, 12, 2)
+    assert times.path == "growing cache" and not times.native_gqa
+    assert why in times.warnings[0] and times.seconds > 0
+    assert model.config._attn_implementation == before
+
+
+def test_cached_steps_of_the_growing_loop_attend_to_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step sees one more cached token, the last as many as were asked for; no kernel plans for it anew."""
+    model, _ = live("llama")
+    seen, planned = [], []
+    original = type(model).forward
+
+    def forward(self: Any, *args: Any, **words: Any) -> Any:
+        cache = words.get("past_key_values")
+        seen.append((0 if cache is None else cache.get_seq_length(), words["input_ids"].shape[1]))
+        planned.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return original(self, *args, **words)
+
+    monkeypatch.setattr(type(model), "forward", forward)
+    times = decode.growing_cache(model, 2, 16, 2)
+    assert seen[:3] == [(0, 11)] * 3 and seen[3:] == [(11 + i, 1) for i in range(5)]
+    assert times.context == 16
+    assert all(planned[:3]) and not any(planned[3:]) and torch.backends.cuda.cudnn_sdp_enabled()
+
+
+def test_the_context_is_shortened_to_what_the_models_reach(model: Path) -> None:
+    longest = longest_context(json.loads((model / "config.json").read_text()))
+    assert longest == 128 and longest_context({"model_type": "bloom"}) is None
+    assert bench(model, context=longest, new_tokens=1).warnings == []
+    result = bench(model, context=4096, new_tokens=1)
+    assert result.context == result.models[0]["context"] == 128
+    assert "context is 128, not 4,096" in result.warnings[0]
+
+
+def test_budgets_hold_as_many_sequences_as_the_cache_leaves_room_for(model: Path) -> None:
+    plain = bench(model, context=16, new_tokens=1).models[0]
+    room = (plain["weight_bytes"] + 5.5 * plain["kv_bytes"]) / 0.9
+    budget, none = bench(model, context=16, new_tokens=1, memory=[room, 10.0]).models[0]["budgets"]
+    assert budget["batch"] == 5 and budget["tokens_per_second"] > 0
+    assert none["batch"] == 0 and none["tokens_per_second"] is None and "not one" in none["reason"]
+
+
+def test_a_cache_that_does_not_fit_says_by_how_much_and_what_would(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = bench(model, context=16, new_tokens=1).models[0]["kv_bytes"]
+    monkeypatch.setattr(bench_module, "free_memory", lambda device: int(3.5 * one))
+    with pytest.raises(UsageError, match=r"does not fit.*--batch 3"):
+        bench(model, batch=8, context=16)
+    monkeypatch.setattr(bench_module, "free_memory", lambda device: one // 2)
+    with pytest.raises(UsageError, match="--batch 1 --context 8"):
+        bench(model, batch=8, context=16)
+
+
+def test_the_copy_moves_bytes() -> None:
+    assert decode.copy_bandwidth(torch.device("cpu"), 0.001) > 0

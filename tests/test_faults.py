@@ -19,7 +19,7 @@ from mha2gqa.data import Document
 from mha2gqa.errors import UsageError
 from mha2gqa.evaluation import PROTOCOLS, EvaluateResult, LoadedModel, Settings, evaluate
 from mha2gqa.evaluation.batching import Batch, collate
-from mha2gqa.evaluation.metrics import Tally
+from mha2gqa.evaluation.metrics import MetricSums
 from mha2gqa.evaluation.protocols import Window
 
 
@@ -49,9 +49,9 @@ def bigram() -> torch.nn.Module:
     return model
 
 
-def tallied(nll: list[list[float]]) -> Tally:
+def tallied(nll: list[list[float]]) -> MetricSums:
     """The sums after batches of these losses, one window each."""
-    tally = Tally()
+    tally = MetricSums()
     for unit, losses in enumerate(nll):
         batch: Batch = collate([Window(np.zeros(len(losses) + 1, dtype=np.int32), 0, unit, "")])
         tally.add(batch, np.array(losses, dtype=np.float32))
@@ -73,7 +73,7 @@ def test_p01_windows_are_weighted_by_their_tokens(tmp_path: Path) -> None:
 
 def test_p01_the_list_of_the_case() -> None:
     tally = tallied([[2.0] * 1000, [2.0] * 1000, [2.0] * 1000, [4.0] * 10])
-    perplexity = math.exp(tally.units.nll.sum() / tally.tokens)
+    perplexity = math.exp(tally.samples.nll.sum() / tally.tokens)
     assert perplexity == pytest.approx(7.438, abs=5e-4)  # the mean of means gives 12.182
 
 
@@ -123,7 +123,7 @@ def test_p07_padding_is_never_scored(tmp_path: Path) -> None:
 
 def test_p09_batches_are_weighted_by_their_tokens() -> None:
     tally = tallied([[2.0] * 100, [4.0] * 10])
-    perplexity = math.exp(tally.units.nll.sum() / tally.tokens)
+    perplexity = math.exp(tally.samples.nll.sum() / tally.tokens)
     assert perplexity == pytest.approx(8.86, abs=5e-3)  # the mean of batch means gives exp(3) = 20.09
 
 

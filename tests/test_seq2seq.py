@@ -77,11 +77,12 @@ def test_the_score_is_the_models_own_loss_of_every_target(tmp_path: Path, data: 
         blocks = (50 + 1) * 40 // WINDOW - (0 if (50 + 1) * 40 % WINDOW else 1)
         assert model.tokens == blocks * (4 + 1 + 1)  # 30 tokens: 4 of noise in 1 span, and the end
     assert result.protocol == "span-corruption"
-    chosen, bits = result.notices
+    chosen, rest, bits = result.warnings
+    assert rest == f"not scored: {51 * 40 - 1 - blocks * WINDOW} tokens after the last whole block"
     assert chosen == "encoder-decoder: scored by span-corruption"
     assert bits.startswith("bits/byte is the loss of the corrupted spans over the bytes of the whole text")
     limited = evaluate(folder, str(data), protocol="span-corruption", window=WINDOW, max_tokens=20)
-    assert limited.models[0].tokens == 18 and limited.notices == [bits]
+    assert limited.models[0].tokens == 18 and limited.warnings == [bits]
 
 
 def test_original_and_converted_are_scored_on_the_same_targets(tmp_path: Path, data: Path) -> None:

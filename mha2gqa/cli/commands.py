@@ -164,10 +164,11 @@ def evaluate(models: tuple[str, ...], data: tuple[str, ...], output: str | None,
     limits = given({name: words.pop(name) for name in ("max_ppl_ratio", "min_agreement", "fail_if_worse")})
     check_output(output)
     with shown_progress("evaluate"):
+        from ..evaluation import EvaluateConfig, check_limits, measure_gates, require
         from ..evaluation import evaluate as call
-        from ..evaluation.gates import check_wanted, measure_gates, require
 
-        check_wanted(models, words["against"], **limits)
+        scored = EvaluateConfig(models, (), against=words["against"]).subjects
+        check_limits(len(scored), words["against"] is not None, **limits)
         result = call(list(models), list(data), **given(words)).to_dict()
     gates = measure_gates(result["models"], **limits)
     result |= {"gates": gates} if gates else {}

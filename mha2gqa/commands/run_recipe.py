@@ -16,7 +16,7 @@ from ..config import FitRecipe, Recipe, check_training_words, load_recipe, parse
 from ..conversion.checkpoint import convert
 from ..errors import UsageError
 from ..evaluation import evaluate
-from ..evaluation.gates import check_ratio, measure_gates, require
+from ..evaluation.gates import check_limits, measure_gates, require
 from ..reconstruct import ReconstructConfig
 from ..report import becomes, fixed, headline, write_report
 from ..results import Result
@@ -111,7 +111,7 @@ def check_recipe(recipe: Recipe) -> None:
         "output": recipe.output,
         "evaluate.data": recipe.evaluate.data,
     }
-    check_ratio(recipe.report.max_ppl_ratio, "recipe: report.max_ppl_ratio")
+    check_limits(2, False, max_ppl_ratio=recipe.report.max_ppl_ratio, where="recipe: report.max_ppl_ratio")
     if recipe.sweep is None:
         needed["convert.groups"] = recipe.convert.groups
     if recipe.uptrain is not None:

@@ -26,6 +26,7 @@ from ..calibration import (
 )
 from ..checkpoints.loading import free_memory, load_model, load_tokenizer, resolve_device, weight_bytes
 from ..checkpoints.reader import Checkpoint
+from ..data import TextSource
 from ..errors import UsageError
 from ..progress import Callback, Progress, reporting
 from ..reconstruct import LayerFit, ReconstructConfig, distill, reconstruct
@@ -290,7 +291,8 @@ def _with_model(
         dtypes = {role: checkpoint.read(name).dtype for role, name in converter.names.items()}
         report = source.report | {"path": converter.module.path} if source.report else {}
         converter.set({role: tensors[role].to("cpu", dtype) for role, dtype in dtypes.items()}, report)
-    return Calibrated(plan, made, {"texts": list(options.texts)} | done.about, done.warnings)
+    names = options.texts.names if isinstance(options.texts, TextSource) else list(options.texts)
+    return Calibrated(plan, made, {"texts": names} | done.about, [*inputs.warnings, *done.warnings])
 
 
 def _load_teacher(checkpoint: Checkpoint, options: CalibrationOptions) -> Any:

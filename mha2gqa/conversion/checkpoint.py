@@ -26,6 +26,7 @@ from ..checkpoints.writer import (
     publish,
     write_shards,
 )
+from ..data import paths_or_source
 from ..errors import CheckpointError, UnsupportedModelError, listed
 from ..modeling import modeling_file
 from ..progress import Callback, Progress, current, reporting
@@ -82,7 +83,7 @@ def convert(
     groups: int,
     *,
     method: str | None = None,
-    calibration: Sequence[str] = (),
+    calibration: Any = (),
     calibration_tokens: int = 524_288,
     calibration_window: int = WINDOW,
     text_column: str = "text",
@@ -113,7 +114,7 @@ def convert(
         groups: KV heads G (the paper's GQA-G; not the group size).
         method: `mean`, `first`, `random`, `align` or `joint`; None means `joint` with calibration text or
             statistics, else `mean`.
-        calibration: Text to calibrate on: files, folders, globs, hub names.
+        calibration: Text to calibrate on: a path or several, a data set, texts or token ids (see `TextSource`).
         calibration_tokens: How many tokens of it to use.
         calibration_window: Tokens of a block.
         text_column: Column of the text in JSONL and Parquet.
@@ -149,7 +150,7 @@ def convert(
         >>> convert("llama-2-7b", "llama-2-7b-gqa8", groups=8).num_kv_heads  # doctest: +SKIP
         {'before': 32, 'after': 8}
     """
-    out = Path(out)
+    out, texts = Path(out), paths_or_source(calibration, text_column)
     original = open_checkpoint(source, revision)
     check_output(original.path, out, force)
     seen = as_architecture(original, groups, as_)
@@ -158,7 +159,7 @@ def convert(
         seen.config,
         seen.shapes,
         groups,
-        method=method or ("joint" if calibration or statistics else "mean"),
+        method=method or ("joint" if texts or statistics else "mean"),
         groupings=groupings,
         seed=seed,
         attention=kinds,
@@ -168,7 +169,7 @@ def convert(
     check_dtypes(plan, seen)
     check_space(out, seen.nbytes)
     options = CalibrationOptions(
-        tuple(calibration),
+        texts,
         calibration_tokens,
         calibration_window,
         text_column,
@@ -181,7 +182,7 @@ def convert(
         seed,
         trust_remote_code,
     )
-    opened = written(seen, out, trust_remote_code) if calibration else nullcontext(seen)
+    opened = written(seen, out, trust_remote_code) if texts else nullcontext(seen)
     with reporting(_listener(progress, stage)), opened as checkpoint:
         calibrated = calibrate(checkpoint, plan, options)
         job = _Job(str(source), original, seen, out, force, trust_remote_code)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..calibration import Batch
 from ..checkpoints.hf_config import is_encoder_decoder, known_config, longest_context
-from ..data import cut_blocks, encode_documents, first_tokens, read_documents, span_corruption, within
+from ..data import TextSource, cut_blocks, encode_documents, first_tokens, span_corruption, within
 from ..data.spans import sentinel_ids
 from ..errors import DataError, UsageError
 from ..evaluation import block_loss
@@ -32,23 +32,25 @@ class Inputs:
 
     Args:
         rows: Ids `[N, T + 1]` (inputs, and targets one later), or keyword tensors with N rows each.
+        warnings: What the user should know of the data.
     """
 
     rows: Batch | Tensor
+    warnings: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.rows if isinstance(self.rows, Tensor) else next(iter(self.rows.values())))
 
     def __getitem__(self, index: slice) -> Inputs:
         if isinstance(self.rows, Tensor):
-            return Inputs(self.rows[index])
-        return Inputs({name: x[index] for name, x in self.rows.items()})
+            return replace(self, rows=self.rows[index])
+        return replace(self, rows={name: x[index] for name, x in self.rows.items()})
 
     def to(self, device: torch.device) -> Inputs:
         """A copy on `device`."""
         if isinstance(self.rows, Tensor):
-            return Inputs(self.rows.to(device))
-        return Inputs({name: x.to(device) for name, x in self.rows.items()})
+            return replace(self, rows=self.rows.to(device))
+        return replace(self, rows={name: x.to(device) for name, x in self.rows.items()})
 
     @property
     def read(self) -> Batch | Tensor:
@@ -86,13 +88,13 @@ def calibration_inputs(
         DataError: Next to no text, or another model's tokenizer.
         UsageError: An encoder-decoder that was not pretrained on corrupted spans.
     """
-    texts = read_documents(options.texts, text_column=options.text_column)
+    texts = TextSource(options.texts, options.text_column)
     window = min(options.window, longest_context(config) or options.window)
     embeddings = getattr(known_config(config), "vocab_size", None)
     where = tokenizer.name_or_path or "tokenizer"
     ids = within(encode_documents(tokenizer, texts), embeddings, where)
     if not is_encoder_decoder(config):
-        return Inputs(calibration_blocks(ids, window, options.tokens, overlap=1))
+        return Inputs(calibration_blocks(ids, window, options.tokens, overlap=1), tuple(texts.warnings))
     if not sentinel_ids(tokenizer):
         raise UsageError(
             f"plain text cannot calibrate a {config.get('model_type')} model whose tokenizer has no span sentinels",
@@ -103,7 +105,7 @@ def calibration_inputs(
     made = span_corruption(tokenizer, config, blocks.shape[1], options.seed)
     encoder, targets = made(blocks.numpy(), range(len(blocks)))
     rows = {"input_ids": encoder, "decoder_input_ids": made.decoder_inputs(targets), SPAN_LABELS: targets}
-    return Inputs({name: torch.from_numpy(x) for name, x in rows.items()})
+    return Inputs({name: torch.from_numpy(x) for name, x in rows.items()}, tuple(texts.warnings))
 
 
 def calibration_blocks(documents: Iterable[np.ndarray], window: int, tokens: int, overlap: int) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from ..data import TextSource
 from ..errors import UsageError
 from ..progress import current
 from ..reconstruct import ReconstructConfig
@@ -21,7 +22,7 @@ class CalibrationOptions:
     """What calibrated conversion may use, and which stages it makes.
 
     Args:
-        texts: Files, folders, globs or hub names.
+        texts: Paths and hub names, or a source of texts in memory.
         tokens: How many tokens of them to use, held-out ones included.
         window: Tokens of a block.
         text_column: Column of the text in JSONL and Parquet.
@@ -35,7 +36,7 @@ class CalibrationOptions:
         trust_remote_code: Consent to code that the source brings along.
     """
 
-    texts: tuple[str, ...] = ()
+    texts: tuple[str, ...] | TextSource = ()
     tokens: int = 524_288
     window: int = WINDOW
     text_column: str = "text"

@@ -7,7 +7,7 @@ from .blocks import Block, Place, cut, cut_blocks, first_tokens, token_blocks
 from .encoding import bos_id, encode_documents, eos_id, within
 from .holdout import held_out
 from .prefetch import Prefetcher
-from .reading import Document, read_documents, read_records
+from .reading import Document, TextSource, paths_or_source, read_documents, read_records
 from .spans import SpanCorruption, block_tokens, span_corruption
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "Place",
     "Prefetcher",
     "SpanCorruption",
+    "TextSource",
     "block_tokens",
     "bos_id",
     "cut",
@@ -24,6 +25,7 @@ __all__ = [
     "eos_id",
     "first_tokens",
     "held_out",
+    "paths_or_source",
     "read_documents",
     "read_records",
     "span_corruption",

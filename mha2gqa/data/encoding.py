@@ -6,8 +6,8 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from ..errors import DataError
 from .reading import Document
 
 if TYPE_CHECKING:
-    from transformers import BatchEncoding, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
 ENCODE_DOCUMENTS, ENCODE_CHARACTERS = 64, 1 << 15  # one call of the tokenizer gets at most about this much,
@@ -79,11 +79,14 @@ def within(documents: Iterable[np.ndarray], embeddings: int | None, where: str) 
 # --- ids -----------------------------------------------------------------------------------------------
 
 
-def encode_documents(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> Iterator[np.ndarray]:
+def encode_documents(
+    tokenizer: PreTrainedTokenizerBase, texts: Iterable[str | Document]
+) -> Iterator[np.ndarray]:
     """Token ids of each document as the protocol `blocks` joins them.
 
     No special tokens but these: the end-of-text token after each document, and a BOS before it where
-    the tokenizer's own post-processor puts one.
+    the tokenizer's own post-processor puts one and the text does not begin with it itself. Documents that
+    are token ids already are taken as they are.
 
     Args:
         tokenizer: A transformers tokenizer.
@@ -99,10 +102,16 @@ def encode_documents(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -
     head = [] if bos is None else [bos]
 
     def ids(documents: list[Document]) -> list[np.ndarray]:
-        found = _call(tokenizer, documents)["input_ids"]
-        return [np.array([*head, *row, eos], dtype=np.int32) for row in found]
+        found = iter(_call(tokenizer, [d for d in documents if d.ids is None])["input_ids"])
+        return [_joined(head, next(found), eos) if d.ids is None else d.ids for d in documents]
 
-    return _in_threads(tokenizer, (Document(text, "") for text in texts), ids)
+    documents = (Document(text, "") if isinstance(text, str) else text for text in texts)
+    return _in_threads(tokenizer, documents, ids)
+
+
+def _joined(head: list[int], ids: list[int], eos: int) -> np.ndarray:
+    own_bos = bool(head) and ids[:1] == head
+    return np.array([*([] if own_bos else head), *ids, eos], dtype=np.int32)
 
 
 def word_starts(text: str) -> np.ndarray:
@@ -122,11 +131,13 @@ class Encoded:
     `bytes_words(i)` must be called with rising `i`: it walks the text once.
     """
 
-    ids: np.ndarray  # int32 [n], no special tokens
+    ids: np.ndarray  # int32 [n], no special tokens but those the text itself spells
     text: str
     source: str
     starts: np.ndarray  # which characters begin a word
     char_end: Callable[[int], int]  # token index -> end of its characters in the text
+    row: int = 0  # rows read up to and with this document, empty ones included
+    tokenised: bool = False  # whether the data held token ids, to be taken as they are
     _at: tuple[int, int, int] = (0, 0, 0)  # (character, bytes, words) reached
 
     def start_from(self, size: int, words: int) -> None:
@@ -142,6 +153,19 @@ class Encoded:
             begun = int(np.count_nonzero(self.starts[start:end]))
             self._at = (end, size + len(part), words + begun)
         return self._at[1], self._at[2]
+
+    def without_bos(self, bos: int | None) -> Encoded:
+        """The document without a BOS that its own text begins with, where one is put before it."""
+        if bos is None or not len(self.ids) or self.ids[0] != bos:
+            return self
+        end, rest = self.char_end(0), self.char_end
+        return replace(
+            self,
+            ids=self.ids[1:],
+            text=self.text[end:],
+            starts=word_starts(self.text[end:]),
+            char_end=lambda index: rest(index + 1) - end,
+        )
 
     @property
     def fields(self) -> int:
@@ -230,8 +254,10 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
         yield batch
 
 
-def _call(tokenizer: PreTrainedTokenizerBase, documents: list[Document]) -> BatchEncoding:
+def _call(tokenizer: PreTrainedTokenizerBase, documents: list[Document]) -> Any:
     """One call of the tokenizer, without special tokens."""
+    if not documents:
+        return {"input_ids": []}
     return tokenizer(
         [d.text for d in documents],
         add_special_tokens=False,
@@ -243,17 +269,35 @@ def _call(tokenizer: PreTrainedTokenizerBase, documents: list[Document]) -> Batc
 
 def _encode(tokenizer: PreTrainedTokenizerBase, documents: list[Document]) -> list[Encoded]:
     """Documents with the measure of their text."""
-    encoding = _call(tokenizer, documents)
+    texts = [d for d in documents if d.ids is None]
+    encoding, place = _call(tokenizer, texts), 0
     encoded = []
-    for row, document in enumerate(documents):
-        ids = np.array(encoding["input_ids"][row], dtype=np.int32)
-        end = _char_end(tokenizer, encoding, row, ids)
-        encoded.append(Encoded(ids, document.text, document.source, word_starts(document.text), end))
+    for document in documents:
+        if document.ids is not None:
+            encoded.append(_decoded(tokenizer, document, document.ids))
+            continue
+        ids = np.array(encoding["input_ids"][place], dtype=np.int32)
+        end = _char_end(tokenizer, encoding, place, ids)
+        starts = word_starts(document.text)
+        encoded.append(Encoded(ids, document.text, document.source, starts, end, document.row))
+        place += 1
     return encoded
 
 
+def _decoded(tokenizer: PreTrainedTokenizerBase, document: Document, ids: np.ndarray) -> Encoded:
+    """A document of token ids with the text that they stand for."""
+
+    def text(count: int) -> str:
+        return str(tokenizer.decode(ids[:count], skip_special_tokens=True))
+
+    whole = text(len(ids))
+    return Encoded(
+        ids, whole, document.source, word_starts(whole), lambda i: len(text(i + 1)), document.row, True
+    )
+
+
 def _char_end(
-    tokenizer: PreTrainedTokenizerBase, encoding: BatchEncoding, row: int, ids: np.ndarray
+    tokenizer: PreTrainedTokenizerBase, encoding: Any, row: int, ids: np.ndarray
 ) -> Callable[[int], int]:
     fast = getattr(encoding, "encodings", None)
     if not fast:  # a slow tokenizer keeps no offsets: measure what the prefix decodes to

@@ -19,12 +19,11 @@ from ..progress import Callback, Progress, current, reporting
 from .agreement import attention_error
 from .batching import Batch, make_batches
 from .lm_eval import run_tasks
-from .metrics import Sources
-from .protocols import PROTOCOLS, Settings, Window
-from .result import EvaluateConfig, EvaluateResult, LoadedModel, Subject
+from .metrics import Sources, summarise
+from .protocols import PROTOCOLS, Settings, Skipped, Window
+from .result import EvaluateConfig, EvaluateResult, LoadedModel, ModelRef
 from .scoring import Scorer, TokenScores, score_batches
-from .setup import Entry, Setup, prepare
-from .summary import summarise
+from .setup import EvalModel, ResolvedConfig, prepare
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -34,7 +33,7 @@ ATTENTION_BATCHES = 2  # batches on which attention outputs are compared
 
 
 def evaluate(
-    models: Subject | Sequence[Subject],
+    models: ModelRef | Sequence[ModelRef],
     data: Any,
     *,
     progress: Progress | Callable[[str, int], None] | None = None,
@@ -44,7 +43,7 @@ def evaluate(
 
     Args:
         models: One or several of folder, Hub id, `LoadedModel`; the first is the one to compare with.
-        data: Paths, globs or Hub datasets (see `read_documents`), or a list of `Document`.
+        data: Paths, data sets, texts or token ids, as `TextSource` takes them.
         progress: Whom to report to. In an older form a function, called with a model's name and its tokens scored.
         **options: The other fields of `EvaluateConfig`.
 
@@ -67,7 +66,7 @@ def evaluate(
     with reporting(_listener(progress)):
         run = _Run(prepare(config))
         run.score_all()
-        return summarise(run.setup, run.sources, run.documents)
+        return summarise(run.setup, run.sources, run.documents, run.skipped)
 
 
 def _listener(progress: Progress | Callable[[str, int], None] | None) -> Progress | None:
@@ -85,10 +84,11 @@ def _listener(progress: Progress | Callable[[str, int], None] | None) -> Progres
 class _Run:
     """The passes over the text of one call of `evaluate`."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: ResolvedConfig) -> None:
         self.setup, self.progress = setup, current()
         self.sources = Sources()
         self.documents = 0
+        self.skipped = Skipped()
 
     def score_all(self) -> None:
         """Score every model; with a reference, each beside it."""
@@ -105,7 +105,7 @@ class _Run:
             for entry in others:
                 self._score(entry, reference, head)
 
-    def _score(self, entry: Entry, reference: Entry | None = None, other: Scorer | None = None) -> None:
+    def _score(self, entry: EvalModel, reference: EvalModel | None = None, other: Scorer | None = None) -> None:
         """One pass over the text; fills the sums of `entry`, and of `reference` if it has none yet."""
         self.progress.stage(f"{SCORING}{entry.name}", self._expected(), "tokens")
         with self._opened(entry) as model:
@@ -113,7 +113,7 @@ class _Run:
             head = Scorer(model)
             with Prefetcher(self._batches(entry, head.device)) as batches:
                 first = self._add_up(entry, score_batches(head, batches, other), reference)
-            if entry.tally.tokens == 0:
+            if entry.sums.tokens == 0:
                 raise DataError(
                     "nothing can be scored: every document has at most one token",
                     where="--data",
@@ -121,42 +121,42 @@ class _Run:
                 )
             if reference is not None and other is not None:
                 entry.attention_error = attention_error(head, other, first)
-                if not reference.tally.sha256:
-                    reference.tally.sha256 = entry.tally.sha256
-                    reference.tally.seconds = entry.tally.seconds
+                if not reference.sums.sha256:
+                    reference.sums.sha256 = entry.sums.sha256
+                    reference.sums.seconds = entry.sums.seconds
 
     def _expected(self) -> int | None:
         """How many tokens a pass will score, where a model with the same tokenizer has been scored."""
-        known = [e.tally.tokens for e in self.setup.entries if e.tally.sha256]
+        known = [e.sums.tokens for e in self.setup.entries if e.sums.sha256]
         return known[0] if known and self.setup.same_tokenizer else None
 
     def _add_up(
-        self, entry: Entry, scored: Iterator[tuple[Batch, TokenScores]], reference: Entry | None
+        self, entry: EvalModel, scored: Iterator[tuple[Batch, TokenScores]], reference: EvalModel | None
     ) -> list[Batch]:
         """Fill the sums; the first few batches, for a closer look."""
         began = time.perf_counter()
-        fill = reference is not None and not reference.tally.sha256
+        fill = reference is not None and not reference.sums.sha256
         first: list[Batch] = []
         for batch, scores in scored:
-            entry.tally.add(batch, scores.nll.numpy())
+            entry.sums.add(batch, scores.nll.numpy())
             if reference is not None and scores.reference_nll is not None:
-                entry.tally.add_comparison(batch, scores)
+                entry.sums.add_comparison(batch, scores)
                 if fill:
-                    reference.tally.add(batch, scores.reference_nll.numpy())
+                    reference.sums.add(batch, scores.reference_nll.numpy())
                 if len(first) < ATTENTION_BATCHES:
                     first.append(batch)
-            self.progress.advance(entry.tally.tokens)
-        entry.tally.seconds = time.perf_counter() - began
+            self.progress.advance(entry.sums.tokens)
+        entry.sums.seconds = time.perf_counter() - began
         return first
 
-    def _run_tasks(self, entry: Entry, model: PreTrainedModel) -> None:
+    def _run_tasks(self, entry: EvalModel, model: PreTrainedModel) -> None:
         config = self.setup.config
         if config.tasks:
             size, limit = config.batch_size, config.task_limit
             entry.tasks = run_tasks(model, entry.tokenizer, config.tasks, batch_size=size, limit=limit)
 
     @contextlib.contextmanager
-    def _opened(self, entry: Entry) -> Iterator[PreTrainedModel]:
+    def _opened(self, entry: EvalModel) -> Iterator[PreTrainedModel]:
         """The model in eval mode; one from a folder is loaded, one in memory left as found."""
         if isinstance(entry.subject, LoadedModel):
             model = entry.subject.model
@@ -180,16 +180,19 @@ class _Run:
         entry.parameters = model.num_parameters()
         yield model
 
-    def _batches(self, entry: Entry, device: torch.device) -> Iterator[Batch]:
+    def _batches(self, entry: EvalModel, device: torch.device) -> Iterator[Batch]:
         """The batches of a pass, ready for the way to `device`."""
         config = self.setup.config
         for batch in make_batches(self._windows(entry), config.batch_size, self.setup.window):
             yield batch.pinned() if device.type == "cuda" else batch
 
-    def _windows(self, entry: Entry) -> Iterator[Window]:
+    def _windows(self, entry: EvalModel) -> Iterator[Window]:
         """The protocol's windows; hashes them, and notes sources once."""
         setup = self.setup
-        settings = Settings(setup.window, setup.stride, entry.bos, setup.config.max_tokens, entry.config)
+        self.skipped = Skipped()
+        settings = Settings(
+            setup.window, setup.stride, entry.bos, setup.config.max_tokens, entry.config, self.skipped
+        )
         protocol = PROTOCOLS[setup.config.protocol]
         note_sources = not self.sources.files
         digest = hashlib.sha256()
@@ -202,4 +205,6 @@ class _Run:
             if note_sources:
                 self.sources.add(item.unit, item.source)
             yield item
-        entry.tally.sha256 = digest.hexdigest()
+        if setup.config.max_tokens is None:
+            self.skipped.empty = setup.text.empty  # those after the last document as well
+        entry.sums.sha256 = digest.hexdigest()

@@ -3,11 +3,82 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ..errors import GateError, UsageError
-from .result import EvaluateConfig, EvaluateResult, Subject
+from .result import EvaluateResult, exp
+
+Row = Mapping[str, Any]  # one of `evaluate`'s `models[]`
+
+
+@dataclass(frozen=True)
+class _Gate:
+    """How a limit is judged.
+
+    Args:
+        option: What the user calls it.
+        measure: Value of a model, given its row and the reference's; None where it was not measured.
+        at_least: Whether the value must not be below the limit (else not above).
+        valid: Which limits make sense, and `range` says so.
+        needs: What measures the value.
+    """
+
+    option: str
+    measure: Callable[[Row, Row], float | None]
+    valid: Callable[[float], bool]
+    range: str
+    at_least: bool = False
+    needs: str | None = None
+
+
+def _generated(name: str, sign: int) -> Callable[[Row, Row], float | None]:
+    def measure(row: Row, reference: Row) -> float | None:
+        ours, theirs = ((r.get("generation") or {}).get(name) for r in (row, reference))
+        return None if ours is None or theirs is None else sign * (float(ours) - float(theirs))
+
+    return measure
+
+
+def _positive(limit: float) -> bool:
+    return 0 < limit < math.inf
+
+
+def _not_negative(limit: float) -> bool:
+    return 0 <= limit < math.inf
+
+
+GATES = {
+    "max_ppl_ratio": _Gate(
+        "--max-ppl-ratio", lambda row, base: perplexity_ratio(row, base), _positive, "> 0, such as 1.02"
+    ),
+    "fail_if_worse": _Gate(
+        "--fail-if-worse", lambda row, base: perplexity_ratio(row, base), _positive, "> 0"
+    ),
+    "min_agreement": _Gate(
+        "--min-agreement",
+        lambda row, base: row.get("top1_agreement"),
+        lambda limit: 0 <= limit <= 1,
+        "between 0 and 1, such as 0.98",
+        at_least=True,
+        needs="name the original with --against",
+    ),
+    "max_wer_delta": _Gate(
+        "--max-wer-delta",
+        _generated("wer", 1),
+        _not_negative,
+        "percentage points >= 0, such as 1",
+        needs="score transcripts with --metrics wer",
+    ),
+    "max_bleu_drop": _Gate(
+        "--max-bleu-drop",
+        _generated("bleu", -1),
+        _not_negative,
+        "BLEU points >= 0, such as 0.5",
+        needs="score translations with --metrics bleu",
+    ),
+}
 
 
 def check_limits(
@@ -17,58 +88,59 @@ def check_limits(
     max_ppl_ratio: float | None = None,
     min_agreement: float | None = None,
     fail_if_worse: bool = False,
-) -> None:
+    max_wer_delta: float | None = None,
+    max_bleu_drop: float | None = None,
+    metrics: Sequence[str] = (),
+    where: str | None = None,
+) -> dict[str, float]:
     """Refuse gates that could not be judged, or that nothing could pass or fail, before anything is scored.
 
     Args:
         models: How many models are scored, the reference included.
         against: Whether agreement is measured.
-        max_ppl_ratio, min_agreement, fail_if_worse: As `measure_gates`.
+        max_ppl_ratio, min_agreement, fail_if_worse, max_wer_delta, max_bleu_drop: As `measure_gates`.
+        metrics: Which metrics of generated text are measured.
+        where: What the user calls the limit, where it is no option.
+
+    Returns:
+        The limits that were set, by name.
 
     Raises:
         UsageError: Which gate, and what it needs.
     """
-    check_ratio(max_ppl_ratio, "--max-ppl-ratio")
-    if min_agreement is not None and not 0 <= min_agreement <= 1:
-        raise UsageError(
-            "is no share of the tokens",
-            where=f"--min-agreement {min_agreement:g}",
-            fix="give 0 to 1, as 0.98",
-        )
-    if models < 2 and (fail_if_worse or max_ppl_ratio is not None or min_agreement is not None):
-        raise UsageError("a gate needs two models", where="evaluate", fix="give the original first")
-    if min_agreement is not None and not against:
-        raise UsageError(
-            "agreement was not measured", where="--min-agreement", fix="name the original with --against"
-        )
-
-
-def check_ratio(limit: float | None, name: str) -> None:
-    """Refuse a limit on the ratio of perplexities that nothing could pass or fail.
-
-    Args:
-        limit: None is no limit.
-        name: What the user calls it.
-    """
-    if limit is not None and not 0 < limit < math.inf:
-        raise UsageError(
-            "is no ratio of perplexities",
-            where=f"{name} {limit:g}",
-            fix="give a positive number such as 1.02",
-        )
-
-
-def check_wanted(models: Sequence[Subject], against: Subject | None, **limits: Any) -> None:
-    """`check_limits` for models as `evaluate` takes them."""
-    check_limits(len(EvaluateConfig(models, (), against=against).subjects), against is not None, **limits)
+    given = {
+        "max_ppl_ratio": max_ppl_ratio,
+        "fail_if_worse": 1.0 if fail_if_worse else None,
+        "min_agreement": min_agreement,
+        "max_wer_delta": max_wer_delta,
+        "max_bleu_drop": max_bleu_drop,
+    }
+    limits = {name: limit for name, limit in given.items() if limit is not None}
+    measured = {
+        "min_agreement": against,
+        "max_wer_delta": "wer" in metrics,
+        "max_bleu_drop": "bleu" in metrics,
+    }
+    for name, limit in limits.items():
+        gate = GATES[name]
+        shown = where or gate.option
+        if not gate.valid(limit):
+            raise UsageError(f"must be {gate.range}", where=f"{shown} {limit:g}")
+        if models < 2:
+            raise UsageError("a gate needs two models", where=shown, fix="give the original first")
+        if not measured.get(name, True):
+            raise UsageError("would have nothing to judge by", where=shown, fix=gate.needs)
+    return limits
 
 
 def measure_gates(
-    models: Sequence[Mapping[str, Any]],
+    models: Sequence[Row],
     *,
     max_ppl_ratio: float | None = None,
     min_agreement: float | None = None,
     fail_if_worse: bool = False,
+    max_wer_delta: float | None = None,
+    max_bleu_drop: float | None = None,
 ) -> list[dict[str, Any]]:
     """Hold every model after the first against limits; the first is the reference.
 
@@ -77,6 +149,8 @@ def measure_gates(
         max_ppl_ratio: Largest perplexity over the reference's; see `perplexity_ratio`.
         min_agreement: Smallest share of tokens whose most likely continuation is the reference's.
         fail_if_worse: The loss must not be above the reference's.
+        max_wer_delta: Most that the word error rate may be above the reference's, in percentage points.
+        max_bleu_drop: Most that BLEU may be below the reference's, in points.
 
     Returns:
         One entry for each gate and model: `gate, model, limit, value, ok`.
@@ -84,32 +158,31 @@ def measure_gates(
     Raises:
         UsageError: As `check_limits`.
     """
-    wanted = (max_ppl_ratio, min_agreement, fail_if_worse or None)
-    if all(limit is None for limit in wanted):
-        return []
-    measured = all(row.get("top1_agreement") is not None for row in models[1:])
-    check_limits(
+    agreement = all(row.get("top1_agreement") is not None for row in models[1:])
+    generated = [set(row.get("generation") or {}) for row in models]
+    limits = check_limits(
         len(models),
-        measured,
+        agreement,
         max_ppl_ratio=max_ppl_ratio,
         min_agreement=min_agreement,
         fail_if_worse=fail_if_worse,
+        max_wer_delta=max_wer_delta,
+        max_bleu_drop=max_bleu_drop,
+        metrics=sorted(set.intersection(*generated)) if generated else (),
     )
-    reference: Mapping[str, Any] = models[0]
-    gates: list[dict[str, Any]] = []
-    for row in models[1:]:
-        ratio = perplexity_ratio(row, reference)
-        if max_ppl_ratio is not None:
-            gates.append(_gate("max_ppl_ratio", row, max_ppl_ratio, ratio, below=True))
-        if fail_if_worse:
-            gates.append(_gate("fail_if_worse", row, 1.0, ratio, below=True))
-        if min_agreement is not None:
-            value = float(row["top1_agreement"])
-            gates.append(_gate("min_agreement", row, min_agreement, value, below=False))
-    return gates
+    return [_judged(name, limit, row, models[0]) for row in models[1:] for name, limit in limits.items()]
 
 
-def perplexity_ratio(row: Mapping[str, Any], reference: Mapping[str, Any]) -> float:
+def _judged(name: str, limit: float, row: Row, reference: Row) -> dict[str, Any]:
+    gate = GATES[name]
+    found = gate.measure(row, reference)
+    value = math.nan if found is None else float(found)
+    ok = value >= limit if gate.at_least else value <= limit  # NaN passes neither
+    shown = round(value, 6) if math.isfinite(value) else str(value)
+    return {"gate": name, "model": row.get("path"), "limit": limit, "value": shown, "ok": ok}
+
+
+def perplexity_ratio(row: Row, reference: Row) -> float:
     """Perplexity of `row` over the reference's; infinite where a loss is not finite.
 
     A model with another tokenizer is compared by bits per byte, expressed as the perplexity it would
@@ -124,15 +197,9 @@ def perplexity_ratio(row: Mapping[str, Any], reference: Mapping[str, Any]) -> fl
     if not (math.isfinite(ours) and math.isfinite(theirs)):
         return math.inf
     if same:
-        return math.exp(min(ours - theirs, 700.0))
+        return exp(ours - theirs)
     bytes_per_token = float(reference["bytes"]) / float(reference["tokens"])
-    return math.exp(min((ours - theirs) * math.log(2) * bytes_per_token, 700.0))
-
-
-def _gate(name: str, row: Mapping[str, Any], limit: float, value: float, below: bool) -> dict[str, Any]:
-    ok = value <= limit if below else value >= limit
-    shown = round(value, 6) if math.isfinite(value) else str(value)
-    return {"gate": name, "model": row.get("path"), "limit": limit, "value": shown, "ok": bool(ok)}
+    return exp((ours - theirs) * math.log(2) * bytes_per_token)
 
 
 def require(gates: Sequence[Mapping[str, Any]]) -> None:
@@ -143,16 +210,24 @@ def require(gates: Sequence[Mapping[str, Any]]) -> None:
     """
     failed = [gate for gate in gates if not gate["ok"]]
     if failed:
-        words = "; ".join(f"{g['model']}: {g['gate']} {g['value']} against {g['limit']}" for g in failed)
-        raise GateError(words, where="quality gate", fix="uptrain longer, or choose a larger G")
+        parts = "; ".join(f"{g['model']}: {g['gate']} {g['value']} against {g['limit']}" for g in failed)
+        raise GateError(parts, where="quality gate", fix="uptrain longer, or choose a larger G")
 
 
-def check_gates(result: EvaluateResult, **limits: Any) -> None:
+def check_gates(
+    result: EvaluateResult,
+    *,
+    max_ppl_ratio: float | None = None,
+    min_agreement: float | None = None,
+    fail_if_worse: bool = False,
+    max_wer_delta: float | None = None,
+    max_bleu_drop: float | None = None,
+) -> None:
     """Stop a pipeline whose model lost too much.
 
     Args:
         result: Of `evaluate`; its first model is the original.
-        **limits: Of `measure_gates`: `max_ppl_ratio`, `min_agreement`, `fail_if_worse`.
+        max_ppl_ratio, min_agreement, fail_if_worse, max_wer_delta, max_bleu_drop: As `measure_gates`.
 
     Raises:
         GateError: A model fails.
@@ -161,4 +236,13 @@ def check_gates(result: EvaluateResult, **limits: Any) -> None:
     Example:
         >>> check_gates(evaluate([original, converted], "valid.jsonl"), max_ppl_ratio=1.02)
     """
-    require(measure_gates(result.to_dict()["models"], **limits))
+    require(
+        measure_gates(
+            result.to_dict()["models"],
+            max_ppl_ratio=max_ppl_ratio,
+            min_agreement=min_agreement,
+            fail_if_worse=fail_if_worse,
+            max_wer_delta=max_wer_delta,
+            max_bleu_drop=max_bleu_drop,
+        )
+    )

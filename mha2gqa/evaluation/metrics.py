@@ -1,15 +1,28 @@
-"""Sums of one pass over the text: by document, by length of context, and in all. A few bytes a document."""
+"""Sums of one pass over the text (a few bytes a document), and the figures made of them."""
 
 from __future__ import annotations
 
+import math
 from array import array
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..errors import CheckpointError
+from ..kv_cache import kv_bytes_per_token
 from .batching import Batch
-from .protocols import Window
-from .result import PositionLoss
+from .bootstrap import Interval, PairedTest, bootstrap, paired_test
+from .protocols import SPAN_CORRUPTION, Skipped, Window, describe_bos
+from .result import Agreement, EvaluateResult, ModelResult, PositionLoss, WorstDocument, exp
 from .scoring import TokenScores
+
+if TYPE_CHECKING:
+    from .setup import EvalModel, ResolvedConfig
+
+WORST_TOKENS = 16  # documents shorter than this are not called worst
+
+
+# --- sums ----------------------------------------------------------------------------------------------
 
 
 class Positions:
@@ -46,7 +59,7 @@ class Positions:
         return means
 
 
-class Units:
+class Samples:
     """Growing columns, one entry per document or block: loss, tokens, bytes, words."""
 
     def __init__(self) -> None:
@@ -102,11 +115,11 @@ class Sources:
         return name if self.line[unit] < 0 else f"{name}:{self.line[unit]}"
 
 
-class Tally:
+class MetricSums:
     """All sums of one model over one pass."""
 
     def __init__(self) -> None:
-        self.units = Units()
+        self.samples = Samples()
         self.positions = Positions()
         self.divergence = Positions()
         self.agreed = 0
@@ -117,7 +130,7 @@ class Tally:
         """Add the losses `[N]` of a batch."""
         values = nll.astype(np.float64)
         starts = np.cumsum([0, *(w.scored for w in batch.windows)])[:-1]
-        self.units.add(list(batch.windows), np.add.reduceat(values, starts))
+        self.samples.add(list(batch.windows), np.add.reduceat(values, starts))
         self.positions.add(values, batch.context)
 
     def add_comparison(self, batch: Batch, scores: TokenScores) -> None:
@@ -129,4 +142,177 @@ class Tally:
     @property
     def tokens(self) -> int:
         """Tokens scored."""
-        return int(self.units.tokens.sum())
+        return int(self.samples.tokens.sum())
+
+
+# --- figures -------------------------------------------------------------------------------------------
+
+
+def summarise(setup: ResolvedConfig, sources: Sources, documents: int, skipped: Skipped) -> EvaluateResult:
+    """The result of a finished run. (`setup.warnings` may grow)."""
+    config, entries = setup.config, setup.entries
+    base = setup.reference or entries[0]
+    same = setup.same_tokenizer
+    if same and any(e.sums.sha256 != base.sums.sha256 for e in entries):
+        setup.warnings.append("the models' tokenizers split this text differently: compare bits per byte")
+        same = False
+    result = EvaluateResult(
+        protocol=config.protocol,
+        settings=_settings(setup),
+        data=_data(setup, base, documents, skipped),
+        models=[_model(entry, base, setup, same, sources) for entry in entries],
+        comparison="tokens" if same else "bits_per_byte",
+        warnings=[*setup.warnings, *setup.text.warnings, *_said(skipped)],
+    )
+    scored = {model.bytes for model in result.models}
+    if not same and len(scored) > 1:
+        result.warnings.append(
+            f"not quite the same text: between {min(scored):,} and {max(scored):,} bytes were scored (a document's "
+            "first token may have no context); --protocol rolling scores every byte"
+        )
+    if config.protocol == SPAN_CORRUPTION:
+        result.warnings.append(
+            "bits/byte is the loss of the corrupted spans over the bytes of the whole text: it compares such models "
+            "with each other only"
+        )
+    for entry, model in zip(entries, result.models, strict=True):
+        if not math.isfinite(model.bits_per_byte):
+            result.warnings.append(f"{entry.name}: the loss is {model.bits_per_byte}")
+    return result
+
+
+def _settings(setup: ResolvedConfig) -> dict[str, Any]:
+    config = setup.config
+    settings: dict[str, Any] = {"window": setup.window}
+    if config.protocol == "window":
+        settings["stride"] = setup.stride
+    first = setup.entries[0]
+    return settings | {
+        "batch_size": config.batch_size,
+        "max_tokens": config.max_tokens,
+        "dtype": str(setup.dtype).removeprefix("torch."),
+        "device": str(setup.device),
+        "bos": describe_bos(first.tokenizer, config.protocol, first.bos),
+    }
+
+
+def _data(setup: ResolvedConfig, base: EvalModel, documents: int, skipped: Skipped) -> dict[str, Any]:
+    units = base.sums.samples
+    return {
+        "paths": setup.text.names,
+        "files": len(setup.text.files),
+        "documents": documents,
+        "tokens": base.sums.tokens,
+        "bytes": int(units.bytes.sum()),
+        "words": int(units.words.sum()),
+        "sha256": base.sums.sha256,
+        "skipped": {
+            "empty_rows": skipped.empty,
+            "short_documents": skipped.short,
+            "tokens_after_last_block": skipped.rest,
+        },
+    }
+
+
+def _said(skipped: Skipped) -> list[str]:
+    """What was not scored, in words."""
+    parts = [
+        f"{count:,} {name}{'' if count == 1 else 's'}"
+        for count, name in (
+            (skipped.empty, "empty row"),
+            (skipped.short, "document of at most one token"),
+            (skipped.rest, "token"),
+        )
+        if count
+    ]
+    if not parts:
+        return []
+    rest = " after the last whole block" if skipped.rest else ""
+    return [f"not scored: {', '.join(parts)}{rest}"]
+
+
+def _model(
+    entry: EvalModel, base: EvalModel, setup: ResolvedConfig, same: bool, sources: Sources
+) -> ModelResult:
+    sums, units = entry.sums, entry.sums.samples
+    nll, tokens = float(units.nll.sum()), sums.tokens
+    size, words = int(units.bytes.sum()), int(units.words.sum())
+    loss = nll / tokens
+    try:
+        kv_bytes: int | None = kv_bytes_per_token(entry.config)
+    except CheckpointError as error:
+        kv_bytes = None
+        setup.warnings.append(f"{entry.name}: KV bytes unknown ({error})")
+    compared = entry is not base
+    beside = compared and setup.reference is not None
+    return ModelResult(
+        path=entry.name,
+        loss=loss if same else None,
+        perplexity=exp(loss) if same else None,
+        bits_per_byte=nll / math.log(2) / size if size else math.nan,
+        tokens=tokens,
+        kv_bytes_per_token=kv_bytes,
+        byte_perplexity=exp(nll / size) if size else math.nan,
+        word_perplexity=exp(nll / words) if words else math.nan,
+        bytes=size,
+        words=words,
+        sha256=sums.sha256,
+        parameters=entry.parameters,
+        seconds=sums.seconds,
+        tokens_per_second=tokens / sums.seconds if sums.seconds else math.nan,
+        confidence=_interval(entry, same, setup.config.seed),
+        paired=_paired(entry, base, same, setup) if compared else None,
+        kl=sums.divergence.total / tokens if beside else None,
+        top1_agreement=sums.agreed / tokens if beside else None,
+        agreement=_agreement(entry, setup) if compared else None,
+        positions=sums.positions.curve(),
+        worst=_worst(entry, base, sources, setup.config.worst) if compared and same else [],
+        tasks=entry.tasks,
+    )
+
+
+def _interval(entry: EvalModel, same: bool, seed: int) -> Interval | None:
+    units = entry.sums.samples
+    if same:
+        return bootstrap(units.nll, units.tokens, seed)
+    return bootstrap(units.nll / math.log(2), units.bytes, seed)
+
+
+def _paired(entry: EvalModel, base: EvalModel, same: bool, setup: ResolvedConfig) -> PairedTest | None:
+    own, other = entry.sums.samples, base.sums.samples
+    columns = (own, other)
+    length = min(len(units.nll) for units in columns)
+    nll, other_nll = (units.nll[:length] for units in columns)
+    if same:
+        weight = own.tokens[:length]
+    elif np.array_equal(own.bytes[:length], other.bytes[:length]):  # the same text, document by document
+        weight = own.bytes[:length]
+        nll, other_nll = nll / math.log(2), other_nll / math.log(2)
+    else:
+        return None
+    return paired_test(nll, other_nll, weight, against=base.name, seed=setup.config.seed)
+
+
+def _agreement(entry: EvalModel, setup: ResolvedConfig) -> Agreement | None:
+    if setup.reference is None:
+        return None
+    sums = entry.sums
+    return Agreement(
+        against=setup.reference.name,
+        kl_positions=sums.divergence.curve(),
+        attention_error=entry.attention_error,
+    )
+
+
+def _worst(entry: EvalModel, base: EvalModel, sources: Sources, count: int) -> list[WorstDocument]:
+    tokens = entry.sums.samples.tokens
+    enough = tokens >= WORST_TOKENS
+    enough = enough if enough.any() else tokens > 0
+    index = np.flatnonzero(enough)
+    loss, other = (e.sums.samples.nll[index] / tokens[index] for e in (entry, base))
+    with np.errstate(invalid="ignore"):
+        order = np.argsort(-np.nan_to_num(loss - other, nan=-np.inf), kind="stable")[:count]
+    return [
+        WorstDocument(sources[int(index[i])], int(tokens[index[i]]), float(loss[i]), float(other[i]))
+        for i in order
+    ]

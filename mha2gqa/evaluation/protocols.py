@@ -49,6 +49,21 @@ class Window:
         return len(self.ids) - 1 - self.first
 
 
+@dataclass
+class Skipped:
+    """What a pass over the text did not score.
+
+    Args:
+        empty: Empty rows.
+        short: Documents with no token to score.
+        rest: Tokens after the last whole block.
+    """
+
+    empty: int = 0
+    short: int = 0
+    rest: int = 0
+
+
 @dataclass(frozen=True)
 class Settings:
     """What a protocol needs to know.
@@ -59,6 +74,7 @@ class Settings:
         bos: Id of the BOS, or None for none.
         max_tokens: Stop after this many scored tokens.
         config: The model's raw config (`span-corruption` reads how its decoder starts).
+        skipped: Where the protocol counts what it does not score.
     """
 
     window: int
@@ -66,6 +82,7 @@ class Settings:
     bos: int | None = None
     max_tokens: int | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
+    skipped: Skipped = field(default_factory=Skipped)
 
 
 def _prefix(token: int | None) -> np.ndarray:
@@ -92,21 +109,29 @@ class _Joined:
     """Documents between BOS (if used) and end-of-text, with a measure of their text."""
 
     def __init__(self, documents: Iterable[Encoded], bos: int | None, eos: int) -> None:
-        self.documents, self.head, self.tail = documents, _prefix(bos), _prefix(eos)
+        self.documents, self.bos = documents, bos
+        self.head, self.tail = _prefix(bos), _prefix(eos)
         self.number = 0  # of documents read
+        self.tokens = 0  # of the documents read
         self.reached = (0, 0)  # bytes and words of the text up to and with the end of the last block
         self._last: Encoded | None = None
+        self._before = 0  # ids put before those of the last document
         self._places: dict[int, tuple[str, int]] = {}  # source and length of those still in use
 
     def ids(self) -> Iterator[np.ndarray]:
         """The ids of each document."""
         read = (0, 0)
-        for number, document in enumerate(self.documents):
+        for number, encoded in enumerate(self.documents):
+            document = encoded if encoded.tokenised else encoded.without_bos(self.bos)
             self.number, self._last = number + 1, document
             document.start_from(*read)
+            ids = document.ids
+            self._before = 0 if document.tokenised else len(self.head)
+            if not document.tokenised:
+                ids = np.concatenate([self.head, ids, self.tail])
             if number == 0:
-                self.reached = document.bytes_words(1 - len(self.head))  # the first id is no target
-            ids = np.concatenate([self.head, document.ids, self.tail])
+                self.reached = document.bytes_words(1 - self._before)  # the first id is no target
+            self.tokens += len(ids)
             self._places[number] = (document.source, len(ids))
             yield ids
             read = document.bytes_words(len(document.ids))
@@ -115,7 +140,7 @@ class _Joined:
         """Bytes and words of the text of a block's targets; blocks come in order."""
         assert self._last is not None and block.last.document == self.number - 1
         before = self.reached
-        self.reached = self._last.bytes_words(max(0, block.last.token + 1 - len(self.head)))
+        self.reached = self._last.bytes_words(max(0, block.last.token + 1 - self._before))
         return self.reached[0] - before[0], self.reached[1] - before[1]
 
     def source_of(self, block: Block) -> str:
@@ -131,11 +156,23 @@ def blocks(
     tokenizer: PreTrainedTokenizerBase, documents: Iterable[Document], settings: Settings
 ) -> Iterator[Window]:
     """Documents, each between BOS (if used) and end-of-text, joined and cut; the last part is dropped."""
-    joined = _Joined(encode(tokenizer, documents), settings.bos, eos_id(tokenizer))
-    cut_blocks = cut(joined.ids(), settings.window, max_tokens=settings.max_tokens)
-    for unit, block in enumerate(cut_blocks):
+    encoded = _encoded(tokenizer, documents, settings)
+    joined = _Joined(encoded, settings.bos, eos_id(tokenizer))
+    unit = -1
+    for unit, block in enumerate(cut(joined.ids(), settings.window, max_tokens=settings.max_tokens)):
         source, text = joined.source_of(block), joined.text_of(block)
         yield Window(block.ids, 0, unit, source, *text, joined.number)
+    if settings.max_tokens is None:
+        settings.skipped.rest = joined.tokens - 1 - (unit + 1) * settings.window
+
+
+def _encoded(
+    tokenizer: PreTrainedTokenizerBase, documents: Iterable[Document], settings: Settings
+) -> Iterator[Encoded]:
+    """The documents as ids; counts the empty rows between them."""
+    for number, document in enumerate(encode(tokenizer, documents), 1):
+        settings.skipped.empty = max(0, document.row - number)
+        yield document
 
 
 def window(
@@ -150,8 +187,10 @@ def window(
     head = _prefix(settings.bos)
     size = settings.window - len(head)  # document tokens among the inputs
     skipped = 1 - len(head)  # leading tokens without context
-    for unit, document in enumerate(encode(tokenizer, documents)):
+    for unit, encoded in enumerate(_encoded(tokenizer, documents, settings)):
+        document = encoded.without_bos(settings.bos)
         ids = document.ids
+        settings.skipped.short += len(ids) <= skipped
         if left is not None and len(ids) - skipped > left:
             ids = ids[: left + skipped]
         mark = document.bytes_words(skipped)
@@ -180,7 +219,12 @@ def wikitext2(
     rows = list(documents)
     joined = "\n\n".join(row.text for row in rows)
     source = rows[0].source if rows else ""
-    (document,) = encode(tokenizer, [Document(joined, source)])
+    if tokenised := next((row for row in rows if row.ids is not None), None):
+        raise DataError(
+            "token ids cannot be joined as text", where=tokenised.source, fix="try --protocol blocks"
+        )
+    (encoded,) = encode(tokenizer, [Document(joined, source)])
+    document = encoded.without_bos(settings.bos)
     head = _prefix(settings.bos)
     ids, size = np.concatenate([head, document.ids]), settings.window
     count = len(ids) // size
@@ -188,6 +232,8 @@ def wikitext2(
         count = min(count, settings.max_tokens // (size - 1))
     if count == 0:
         raise _too_short(len(ids), size, settings.max_tokens)
+    if settings.max_tokens is None:
+        settings.skipped.rest = len(ids) - count * size
     for unit in range(count):
         begin = unit * size
         mark = document.bytes_words(max(0, begin + 1 - len(head)))
@@ -206,8 +252,10 @@ def rolling(
     """
     head = _prefix(settings.bos if settings.bos is not None else eos_id(tokenizer))
     left, size = settings.max_tokens, settings.window
-    for unit, document in enumerate(encode(tokenizer, documents)):
+    for unit, encoded in enumerate(_encoded(tokenizer, documents, settings)):
+        document = encoded.without_bos(settings.bos)
         ids = np.concatenate([head, document.ids])
+        settings.skipped.short += len(ids) < 2
         if left is not None and len(ids) - 1 > left:
             ids = ids[: left + 1]
         whole = len(ids) == len(document.ids) + 1

@@ -1,4 +1,4 @@
-"""What `evaluate` is asked, what it returns, and the gates on it. Torch-free."""
+"""What `evaluate` is asked and what it returns. Torch-free."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from ..errors import UsageError
 from ..results import Result
 from .bootstrap import Interval, PairedTest
 
@@ -23,15 +24,15 @@ class LoadedModel:
     Args:
         name: What to call it.
         model: A model of transformers.
-        tokenizer: Its tokenizer.
+        tokenizer: Its tokenizer; None for the one of the folder it was loaded from, else of the first model.
     """
 
     name: str
     model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: PreTrainedTokenizerBase | None = None
 
 
-Subject = str | Path | LoadedModel
+ModelRef = str | Path | LoadedModel
 
 
 @dataclass(frozen=True)
@@ -39,9 +40,9 @@ class EvaluateConfig:
     """Everything `evaluate` can be told.
 
     Args:
-        models: Folders, Hub ids or `LoadedModel`s; the first is what the others are compared to, unless
+        models: Folders, Hub ids, models of transformers or `LoadedModel`s; the first is what the others are compared to, unless
             `against` names another.
-        data: Text, as `read_documents` takes it.
+        data: Text, as `TextSource` takes it.
         text_column: Key or column of the text.
         protocol: `window`, `blocks`, `wikitext2` or `rolling`; encoder-decoders are scored by
             `span-corruption`, also where no protocol is named.
@@ -62,7 +63,7 @@ class EvaluateConfig:
         task_limit: At most so many examples of each.
     """
 
-    models: Subject | Sequence[Subject]
+    models: ModelRef | Sequence[ModelRef]
     data: Any
     text_column: str = "text"
     protocol: Literal["blocks", "window", "wikitext2", "rolling", "span-corruption"] = "window"
@@ -72,7 +73,7 @@ class EvaluateConfig:
     max_tokens: int | None = None
     dtype: Any = "auto"
     device: Any = "auto"
-    against: Subject | None = None
+    against: ModelRef | None = None
     trust_remote_code: bool = False
     bos: Literal["auto", "always", "never"] = "auto"
     seed: int = 0
@@ -81,25 +82,49 @@ class EvaluateConfig:
     task_limit: int | None = None
 
     @property
-    def subjects(self) -> list[Subject]:
+    def subjects(self) -> list[ModelRef]:
         """The models in order, but first of all the one to compare `against`."""
-        one = isinstance(self.models, str | Path | LoadedModel)
-        listed: list[Subject] = [self.models] if one else list(self.models)  # type: ignore[list-item, arg-type]
+        listed = model_refs(self.models)
         if self.against is None:
             return listed
-        same = [i for i, subject in enumerate(listed) if _key(subject) == _key(self.against)]
-        first = listed.pop(same[0]) if same else self.against
+        (against,) = model_refs(self.against)
+        same = [i for i, subject in enumerate(listed) if _key(subject) == _key(against)]
+        first = listed.pop(same[0]) if same else against
         return [first, *listed]
 
 
-def name_of(subject: Subject) -> str:
+def model_refs(models: Any) -> list[ModelRef]:
+    """One or several models, as paths or `LoadedModel`s; models of transformers are named by their class.
+
+    Raises:
+        UsageError: Something else is among them.
+    """
+    several = isinstance(models, Sequence) and not isinstance(models, str)
+    found: list[ModelRef] = []
+    for model in models if several else [models]:
+        if isinstance(model, str | Path | LoadedModel):
+            found.append(model)
+        elif hasattr(model, "config") and hasattr(model, "num_parameters"):
+            name = type(model).__name__
+            taken = sum(isinstance(ref, LoadedModel) for ref in found)
+            found.append(LoadedModel(f"{name} {taken + 1}" if taken else name, model))
+        else:
+            raise UsageError(
+                f"a {type(model).__name__} is no model",
+                where="models",
+                fix="give folders, Hub ids, models of transformers or LoadedModel(name, model, tokenizer)",
+            )
+    return found
+
+
+def model_name(subject: ModelRef) -> str:
     """What a model is called in results."""
     return subject.name if isinstance(subject, LoadedModel) else str(subject)
 
 
-def _key(subject: Subject) -> str:
+def _key(subject: ModelRef) -> str:
     """Equal for one folder however its path is spelled."""
-    return name_of(subject) if isinstance(subject, LoadedModel) else os.path.normpath(subject)
+    return model_name(subject) if isinstance(subject, LoadedModel) else os.path.normpath(subject)
 
 
 @dataclass(frozen=True)
@@ -192,10 +217,11 @@ class EvaluateResult(Result):
     Args:
         protocol: Name of the protocol; it belongs beside every figure.
         settings: Window, stride, batch size, dtype, device, BOS policy, token limit.
-        data: Paths, documents, tokens, bytes, words and the SHA-256 of the token ids.
+        data: Paths, files, documents, tokens, bytes, words, the SHA-256 of the token ids, and `skipped`: empty
+            rows, documents with nothing to score, tokens after the last whole block.
         models: One entry per model.
         comparison: `tokens`, or `bits_per_byte` when tokenizers differ (then only that is comparable).
-        notices: What the reader must know.
+        warnings: What the reader must know.
     """
 
     command: ClassVar[str] = "evaluate"
@@ -204,7 +230,16 @@ class EvaluateResult(Result):
     data: dict[str, Any]
     models: list[ModelResult]
     comparison: Literal["tokens", "bits_per_byte"] = "tokens"
-    notices: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def notices(self) -> list[str]:
+        """The warnings under the name they had before; `to_dict` has both for this version of the schema."""
+        return self.warnings
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result as plain JSON data."""
+        return super().to_dict() | {"notices": self.warnings}
 
 
 def exp(value: float) -> float:

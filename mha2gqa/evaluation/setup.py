@@ -23,13 +23,13 @@ from ..checkpoints.loading import (
     resolve_device,
     resolve_dtype,
 )
-from ..data import Document, block_tokens, read_records
+from ..data import Document, TextSource, block_tokens
 from ..data.spans import ENCODER_TOKENS
 from ..errors import DataError, UsageError
 from .lm_eval import TaskScores, check_tasks
-from .metrics import Tally
+from .metrics import MetricSums
 from .protocols import PROTOCOLS, SEQ2SEQ, SPAN_CORRUPTION, choose_bos
-from .result import EvaluateConfig, LoadedModel, Subject, name_of
+from .result import EvaluateConfig, LoadedModel, ModelRef, model_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -39,14 +39,14 @@ PROBE_DOCUMENTS, PROBE_CHARACTERS = 20, 20_000  # text on which tokenizers are c
 
 
 @dataclass
-class Entry:
+class EvalModel:
     """A model to score: what is known before it is loaded, and its sums afterwards."""
 
-    subject: Subject
+    subject: ModelRef
     config: Mapping[str, Any]
     tokenizer: PreTrainedTokenizerBase
     bos: int | None
-    tally: Tally = field(default_factory=Tally)
+    sums: MetricSums = field(default_factory=MetricSums)
     parameters: int = 0
     attention_error: dict[str, float] = field(default_factory=dict)
     tasks: TaskScores = field(default_factory=dict)
@@ -59,39 +59,41 @@ class Entry:
     @property
     def name(self) -> str:
         """What results call it."""
-        return name_of(self.subject)
+        return model_name(self.subject)
 
 
 @dataclass
-class Setup:
+class ResolvedConfig:
     """Options resolved against the models.
 
     Args:
         config: As asked.
+        text: What is scored.
         entries: The models, first the one the others are compared with.
         reference: The original to measure agreement with, or None.
         window, stride: Resolved.
         dtype, device: Resolved; the same for every model loaded here.
         same_tokenizer: False when only bits per byte can be compared.
-        notices: What the reader must know.
+        warnings: What the reader must know.
     """
 
     config: EvaluateConfig
-    entries: list[Entry]
-    reference: Entry | None
+    text: TextSource
+    entries: list[EvalModel]
+    reference: EvalModel | None
     window: int
     stride: int
     dtype: torch.dtype
     device: torch.device
     same_tokenizer: bool
-    notices: list[str]
+    warnings: list[str]
 
     def read(self) -> Iterator[Document]:
         """The documents, from the start."""
-        return read(self.config)
+        return iter(self.text)
 
 
-def prepare(config: EvaluateConfig) -> Setup:
+def prepare(config: EvaluateConfig) -> ResolvedConfig:
     """Resolve and check the options; loads configs and tokenizers only.
 
     Raises:
@@ -106,46 +108,34 @@ def prepare(config: EvaluateConfig) -> Setup:
     for name, value in (("batch-size", config.batch_size), ("max-tokens", config.max_tokens)):
         if value is not None and value < 1:
             raise UsageError("must be at least 1", where=f"--{name} {value}")
-    _check_readable_again(config)
+    text = TextSource(config.data, config.text_column, rows=config.protocol == "wikitext2")
+    _check_readable_again(text, config)
     check_tasks(config.tasks)
-    notices: list[str] = []
-    config = _for_kind(config, notices)
-    entries = [_entry(subject, config) for subject in config.subjects]
+    warnings: list[str] = []
+    config = _for_kind(config, warnings)
+    entries = _entries(config)
     for entry in entries:
         _check_kind(entry, config.protocol)
     reference = None if config.against is None else entries[0]
-    window = _window(config, entries, notices)
-    stride = _stride(config, window, notices)
+    window = _window(config, entries, warnings)
+    stride = _stride(config, window, warnings)
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device, stored_dtype(entries[0].config))
-    same = all(_same_tokenizer(entries[0], entry, config) for entry in entries[1:])
+    same = all(_same_tokenizer(entries[0], entry, text) for entry in entries[1:])
     if not same:
         _check_fair(config, reference)
-        notices.append("the models' tokenizers differ: only bits per byte can be compared")
-    return Setup(config, entries, reference, window, stride, dtype, device, same, notices)
+        warnings.append("the models' tokenizers differ: only bits per byte can be compared")
+    return ResolvedConfig(config, text, entries, reference, window, stride, dtype, device, same, warnings)
 
 
-def _check_readable_again(config: EvaluateConfig) -> None:
+def _check_readable_again(text: TextSource, config: EvaluateConfig) -> None:
     """Refuse a pipe where the text is read once for each model: the second would get what is left of it."""
-    sources = config.data if isinstance(config.data, list | tuple) else [config.data]
-    for source in sources:
-        if not isinstance(source, str | Path) or len(config.subjects) < 2:
-            continue
-        path = Path(source).expanduser()
-        if path.exists() and not (path.is_file() or path.is_dir()):
-            raise DataError(
-                "a pipe can be read only once, the text is read for each model",
-                where=source,
-                fix="write the text to a file first",
-            )
-
-
-def read(config: EvaluateConfig) -> Iterator[Document]:
-    """Stream the documents of `config.data`."""
-    data = config.data
-    if isinstance(data, list | tuple) and data and all(isinstance(d, Document) for d in data):
-        return iter(data)
-    return read_records(data, text_column=config.text_column, rows=config.protocol == "wikitext2")
+    if len(config.subjects) > 1 and not text.can_be_reread:
+        raise DataError(
+            "a pipe can be read only once, the text is read for each model",
+            where=", ".join(text.names),
+            fix="write the text to a file first",
+        )
 
 
 def context_length(config: Mapping[str, Any]) -> int | None:
@@ -153,28 +143,45 @@ def context_length(config: Mapping[str, Any]) -> int | None:
     return None if is_encoder_decoder(config) else longest_context(config)
 
 
-def _for_kind(config: EvaluateConfig, notices: list[str]) -> EvaluateConfig:
+def _for_kind(config: EvaluateConfig, warnings: list[str]) -> EvaluateConfig:
     """The options for what the models are: encoder-decoders are scored by span corruption by default."""
     if config.protocol != EvaluateConfig.protocol or not all(map(_is_encoder_decoder, config.subjects)):
         return config
-    notices.append(f"encoder-decoder: scored by {SPAN_CORRUPTION}")
+    warnings.append(f"encoder-decoder: scored by {SPAN_CORRUPTION}")
     return replace(config, protocol=SPAN_CORRUPTION)
 
 
-def _is_encoder_decoder(subject: Subject) -> bool:
+def _is_encoder_decoder(subject: ModelRef) -> bool:
     raw = subject.model.config.to_dict() if isinstance(subject, LoadedModel) else load_config_json(subject)
     return is_encoder_decoder(raw)
 
 
-def _entry(subject: Subject, config: EvaluateConfig) -> Entry:
-    if isinstance(subject, LoadedModel):
-        raw, tokenizer = subject.model.config.to_dict(), subject.tokenizer
-    else:
-        raw, tokenizer = load_config_json(subject), load_tokenizer(subject, config.trust_remote_code)
-    return Entry(subject, raw, tokenizer, choose_bos(tokenizer, config.protocol, config.bos))
+def _entries(config: EvaluateConfig) -> list[EvalModel]:
+    """The models with their configs and tokenizers."""
+    found: list[EvalModel] = []
+    for subject in config.subjects:
+        if isinstance(subject, LoadedModel):
+            raw, tokenizer = subject.model.config.to_dict(), subject.tokenizer or _own_tokenizer(subject)
+        else:
+            raw, tokenizer = load_config_json(subject), load_tokenizer(subject, config.trust_remote_code)
+        tokenizer = tokenizer or (found[0].tokenizer if found else None)
+        if tokenizer is None:
+            raise UsageError(
+                "its tokenizer is not known",
+                where=model_name(subject),
+                fix="give LoadedModel(name, model, tokenizer), or a model with a folder first",
+            )
+        found.append(EvalModel(subject, raw, tokenizer, choose_bos(tokenizer, config.protocol, config.bos)))
+    return found
 
 
-def _check_kind(entry: Entry, protocol: str) -> None:
+def _own_tokenizer(subject: LoadedModel) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of the folder that a model in memory was loaded from."""
+    folder = subject.model.name_or_path
+    return load_tokenizer(folder) if folder and Path(folder).is_dir() else None
+
+
+def _check_kind(entry: EvalModel, protocol: str) -> None:
     """A protocol scores either decoders or encoder-decoders."""
     encoder_decoder = is_encoder_decoder(entry.config)
     if encoder_decoder != (protocol in SEQ2SEQ):
@@ -187,7 +194,7 @@ def _check_kind(entry: Entry, protocol: str) -> None:
         )
 
 
-def _window(config: EvaluateConfig, entries: list[Entry], notices: list[str]) -> int:
+def _window(config: EvaluateConfig, entries: list[EvalModel], warnings: list[str]) -> int:
     asked = config.window
     least = 2 if config.protocol == "wikitext2" else 1
     if asked is not None and asked < least:
@@ -208,14 +215,14 @@ def _window(config: EvaluateConfig, entries: list[Entry], notices: list[str]) ->
         return asked
     if config.protocol != "rolling" and limit >= DEFAULT_WINDOW:
         return DEFAULT_WINDOW
-    notices.append(f"window {limit}, the context of {shortest}")
+    warnings.append(f"window {limit}, the context of {shortest}")
     return limit
 
 
-def _stride(config: EvaluateConfig, window: int, notices: list[str]) -> int:
+def _stride(config: EvaluateConfig, window: int, warnings: list[str]) -> int:
     if config.protocol != "window":
         if config.stride is not None:
-            notices.append(f"--stride {config.stride} is ignored: protocol {config.protocol} has none")
+            warnings.append(f"--stride {config.stride} is ignored: protocol {config.protocol} has none")
         return window
     if config.stride is None:
         return max(1, window // 2)
@@ -227,19 +234,19 @@ def _stride(config: EvaluateConfig, window: int, notices: list[str]) -> int:
     return config.stride
 
 
-def _same_tokenizer(a: Entry, b: Entry, config: EvaluateConfig) -> bool:
+def _same_tokenizer(a: EvalModel, b: EvalModel, text: TextSource) -> bool:
     """Whether two tokenizers give the same ids, as far as their vocabularies and a probe tell."""
     first, second = ({i: t for t, i in e.tokenizer.get_vocab().items()} for e in (a, b))
     if any(second.get(i, token) != token for i, token in first.items()):
         return False
     if a.bos != b.bos or a.tokenizer.eos_token_id != b.tokenizer.eos_token_id:
         return False
-    texts = [d.text[:PROBE_CHARACTERS] for d in itertools.islice(read(config), PROBE_DOCUMENTS)]
+    texts = [d.text[:PROBE_CHARACTERS] for d in itertools.islice(text, PROBE_DOCUMENTS)]
     ids = [e.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] for e in (a, b)]
     return ids[0] == ids[1]
 
 
-def _check_fair(config: EvaluateConfig, reference: Entry | None) -> None:
+def _check_fair(config: EvaluateConfig, reference: EvalModel | None) -> None:
     if reference is not None:
         raise UsageError(
             "the models' tokenizers differ, so predictions cannot be compared token by token",

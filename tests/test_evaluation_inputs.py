@@ -90,7 +90,9 @@ def test_models_in_memory_beside_paths(folder: Path, plain: PreTrainedTokenizerB
     result = evaluate([folder, model, LoadedModel("mine", model)], TEXTS, against=folder, device="cpu")
     assert [m.path for m in result.models] == [str(folder), "LlamaForCausalLM", "mine"]
     assert len({m.loss for m in result.models}) == 1
-    assert evaluate(model.from_pretrained(folder), TEXTS, device="cpu").models[0].loss == result.models[0].loss
+    assert (
+        evaluate(model.from_pretrained(folder), TEXTS, device="cpu").models[0].loss == result.models[0].loss
+    )
     with pytest.raises(UsageError, match="LlamaForCausalLM: its tokenizer is not known"):
         evaluate(model, TEXTS, device="cpu")
     with pytest.raises(UsageError, match="a int is no model"):
@@ -114,9 +116,13 @@ ROWS: list[dict[str, Any]] = [
 
 def test_gates_on_generated_text() -> None:
     require(measure_gates(ROWS, max_wer_delta=1.5, max_bleu_drop=1.0))
-    with pytest.raises(GateError, match=r"b: max_wer_delta 1.5 against 1.0; b: max_bleu_drop 1.0 against 0.5"):
+    with pytest.raises(
+        GateError, match=r"b: max_wer_delta 1.5 against 1.0; b: max_bleu_drop 1.0 against 0.5"
+    ):
         require(measure_gates(ROWS, max_wer_delta=1.0, max_bleu_drop=0.5))
-    with pytest.raises(UsageError, match="--max-wer-delta: would have nothing to judge by; score transcripts"):
+    with pytest.raises(
+        UsageError, match="--max-wer-delta: would have nothing to judge by; score transcripts"
+    ):
         measure_gates([{**row, "generation": None} for row in ROWS], max_wer_delta=1.0)
     with pytest.raises(UsageError, match="--max-bleu-drop -1: must be BLEU points >= 0"):
         check_limits(2, False, max_bleu_drop=-1.0, metrics=["bleu"])

@@ -90,7 +90,9 @@ def _kind(item: str | Path) -> str:
     if not _possible(item):
         return "text"
     spaces = any(map(str.isspace, item))
-    return "file" if looks_like_file(item) and not (spaces and len(item) > 80) else "text" if spaces else "name"
+    return (
+        "file" if looks_like_file(item) and not (spaces and len(item) > 80) else "text" if spaces else "name"
+    )
 
 
 def _refuse_mapping(data: Mapping[Any, Any]) -> None:

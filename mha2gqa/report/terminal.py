@@ -306,7 +306,7 @@ def _env(data: Data) -> str:
 
 
 def _notes(data: Data) -> list[str]:
-    notes = [*(data.get("warnings") or ()), *(data.get("notices") or ())]
+    notes = list(dict.fromkeys([*(data.get("warnings") or ()), *(data.get("notices") or ())]))
     return ["", *(f"note: {note}" for note in notes)] if notes else []
 
 

@@ -174,7 +174,11 @@ def test_impossible_groups_list_the_valid_values(run: Run, pico: Path, tmp_path:
         (["sweep", "nowhere.yaml"], 2, "nowhere.yaml: cannot be read"),
         (["uptrain", "a", "b", "--data", "c", "--set", "alhpa=1"], 2, "did you mean alpha?"),
         (["uptrain", "a", "b", "--data", "c", "--set", "x"], 2, "is not section.key=value"),
-        (["evaluate", "a", "b", "--data", "c", "--max-ppl-ratio", "-1"], 2, "--max-ppl-ratio -1: must be > 0"),
+        (
+            ["evaluate", "a", "b", "--data", "c", "--max-ppl-ratio", "-1"],
+            2,
+            "--max-ppl-ratio -1: must be > 0",
+        ),
         (
             ["evaluate", "a", "b", "--data", "c", "--min-agreement", "0.9"],
             2,

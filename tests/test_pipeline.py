@@ -384,7 +384,7 @@ def test_dry_run_names_what_is_wrong_and_writes_nothing(model: Path, text: Path,
         ({"uptrain": good["uptrain"] | {"max_grad_nrom": 1}}, "did you mean max_grad_norm"),
         ({"uptrain": good["uptrain"] | {"tokens": 1}}, "0 steps"),
         ({"report": {"formats": ["pdf"]}}, "choose from|json, markdown"),
-        ({"report": {"max_ppl_ratio": -1.0}}, "no ratio of perplexities"),
+        ({"report": {"max_ppl_ratio": -1.0}}, "must be > 0"),
         ({"source": ""}, "recipe: source"),
         ({"convert": {"groups": 2, "max_shard_size": "big"}}, "convert.max_shard_size"),
     ]

@@ -105,7 +105,9 @@ class _Run:
             for entry in others:
                 self._score(entry, reference, head)
 
-    def _score(self, entry: EvalModel, reference: EvalModel | None = None, other: Scorer | None = None) -> None:
+    def _score(
+        self, entry: EvalModel, reference: EvalModel | None = None, other: Scorer | None = None
+    ) -> None:
         """One pass over the text; fills the sums of `entry`, and of `reference` if it has none yet."""
         self.progress.stage(f"{SCORING}{entry.name}", self._expected(), "tokens")
         with self._opened(entry) as model:

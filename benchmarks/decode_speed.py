@@ -28,7 +28,7 @@ from mha2gqa.errors import Mha2gqaError
 
 TINY = {
     "layers": 2, "hidden": 128, "intermediate": 256, "heads": 8, "kv_heads": [8, 2, 1], "vocab": 512,
-    "points": ["2x64", "3x64"], "budgets": [0.001], "budget_context": 64, "steps": 3, "dtype": "float32",
+    "points": ["2x64", "3x64"], "budgets": [0.01], "budget_context": 64, "steps": 3, "dtype": "float32",
 }  # fmt: skip
 
 

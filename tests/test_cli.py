@@ -28,6 +28,7 @@ COMMANDS = [
     "demo",
     "env",
     "evaluate",
+    "export",
     "plan",
     "push",
     "run",

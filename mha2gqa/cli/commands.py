@@ -107,6 +107,7 @@ def plan(source: str, **words: Any) -> None:
 @option("--reconstruct/--no-reconstruct", default=None, help="Layer-local regression after merging.")
 @option("--fit", "fit", multiple=True, metavar="KEY=VALUE", help="How hard those two try, such as steps=300.")
 @as_
+@option("--untie", is_flag=True, default=None, help="Store the output head apart where it is the embedding.")
 @option("--attention", type=NAMES, metavar="KINDS", help="self, cross or self,cross, where a model has both.")
 @options(device, seed)
 @option("--max-shard-size", type=SIZE, help="Such as 5GB (default: the source's files).")
@@ -294,6 +295,28 @@ def bench(models: tuple[str, ...], **words: Any) -> None:
         from ..commands.bench import bench as call
 
         result = call(list(models), **given(words))
+    emit(result)
+
+
+@cli.command()
+@click.argument("model")
+@click.argument("out")
+@option("--to", type=click.Choice(["gguf", "ct2", "onnx"]), required=True, help="The engine's format.")
+@option(
+    "--precision", metavar="NAME", help="As the engine's converter names it: f16, q8_0; int8; fp32, int4."
+)
+@option("--llama-cpp", metavar="DIR", help="Sources of llama.cpp (default: what LLAMA_CPP names).")
+@option(
+    "--pre-tokenizer", metavar="NAME", help="How llama.cpp splits text, where it does not know the tokenizer."
+)
+@option("--text", metavar="FILE", help="Text whose first 100 lines must be read alike (default: built in).")
+@options(force, common)
+def export(model: str, out: str, **words: Any) -> None:
+    """Write MODEL in an engine's format by the engine's own converter, and check its tokenizer."""
+    with shown_progress("export"):
+        from ..commands.export import export as call
+
+        result = call(model, out, **given(words))
     emit(result)
 
 

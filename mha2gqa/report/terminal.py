@@ -289,6 +289,13 @@ def _share(row: Data) -> str:
     return "" if share is None else f" ({share:.0%})"
 
 
+def _export(data: Data) -> str:
+    files = [
+        f"wrote {data['output']}: {', '.join(data['files'][:5])}" + (" …" if len(data["files"]) > 5 else "")
+    ]
+    return "\n".join([*files, *(f"{check['name']}: {check['detail']}" for check in data["verification"])])
+
+
 def _push(data: Data) -> str:
     where = data["url"] or f"would go to {data['repo']} (dry run)"
     return f"{len(data['files'])} files, {human_bytes(data['bytes'])}: {where}"
@@ -326,5 +333,6 @@ _RENDERERS: dict[str, Callable[[Data], str]] = {
     "archs": _archs,
     "bench": _bench,
     "push": _push,
+    "export": _export,
     "env": _env,
 }

@@ -16,9 +16,12 @@ from .checkpoints.hf_config import (
     first_value,
     is_encoder_decoder,
     known_config,
+    optional,
     positive,
     text_config,
 )
+from .checkpoints.json_files import RESTORE
+from .errors import CheckpointError, quoted
 
 # Stock classes that accept `num_key_value_heads` and ignore it: they cache every head.
 IGNORE_KV_HEADS = frozenset(
@@ -115,7 +118,7 @@ def kv_bytes(
             whatever it writes), else as many as `context`.
         dtype_bytes: As in `kv_bytes_per_token`.
     """
-    fixed = getattr(known_config(config), "max_source_positions", None)
+    fixed = optional(getattr(known_config(config), "max_source_positions", None), "max_source_positions")
     source = source_context or fixed or context
     total = 0
     for layer in kv_layers(config):
@@ -204,7 +207,14 @@ def _bytes(config: Mapping[str, Any], explicit: int | None) -> int:
 def _layer_values(values: Any, index: int) -> Any:
     """Config of one layer where layers differ (`per_layer_config`), else the config."""
     per_layer = getattr(values, "per_layer_config", None)
-    return values if not per_layer else per_layer[index]
+    if not per_layer:
+        return values
+    try:
+        return per_layer[index]
+    except (LookupError, TypeError) as error:
+        raise CheckpointError(
+            f"per_layer_config has no usable entry for layer {index}", where="config.json", fix=RESTORE
+        ) from error
 
 
 def _layer_types(values: Any, count: int) -> list[str]:
@@ -215,29 +225,47 @@ def _layer_types(values: Any, count: int) -> list[str]:
             kinds = ["sliding_attention"] * count
         else:
             kinds = ["full_attention"] * count
-    kinds = list(kinds)
+    kinds = _listed(kinds, "layer_types")
     modes = getattr(values, "kv_sharing_modes", None)
     if modes is not None:
-        return [kind for kind, mode in zip(kinds, modes, strict=True) if mode != "reuse"]
-    return kinds[: count - (getattr(values, "num_kv_shared_layers", None) or 0)]
+        return [
+            k for k, mode in zip(kinds, _listed(modes, "kv_sharing_modes"), strict=False) if mode != "reuse"
+        ]
+    return kinds[
+        : count
+        - (optional(getattr(values, "num_kv_shared_layers", None) or None, "num_kv_shared_layers") or 0)
+    ]
+
+
+def _listed(value: Any, name: str) -> list[str]:
+    """One word for each layer.
+
+    Raises:
+        CheckpointError: It is something else.
+    """
+    if not isinstance(value, list | tuple) or not all(isinstance(word, str) for word in value):
+        raise CheckpointError(f"no usable {name} ({quoted(value)})", where="config.json", fix=RESTORE)
+    return list(value)
 
 
 def _window(values: Any) -> int | None:
-    return first_value(values, "sliding_window", "attention_chunk_size")
+    found = first_value(values, "sliding_window", "attention_chunk_size")
+    return None if found in (0, -1) else optional(found, "sliding_window")
 
 
 def _shape(text: Mapping[str, Any], values: Any) -> tuple[int, int, int]:
     """`(KV heads, key width, value width)` of one layer."""
-    latent = getattr(values, "kv_lora_rank", None)
+    latent = optional(getattr(values, "kv_lora_rank", None) or None, "kv_lora_rank")
     if latent:  # MLA: one compressed latent and one rotary key, shared by all heads
-        return 1, latent + (getattr(values, "qk_rope_head_dim", None) or 0), 0
+        rotary = getattr(values, "qk_rope_head_dim", None) or None
+        return 1, latent + (optional(rotary, "qk_rope_head_dim") or 0), 0
     heads = positive(
         first_value(values, "num_attention_heads", "n_head", "n_heads", "num_heads"), "head count"
     )
     width = first_value(values, "hidden_size", "n_embd", "d_model")
-    key_dim = first_value(values, "head_dim", "attention_head_dim", "kv_channels")
+    key_dim = optional(first_value(values, "head_dim", "attention_head_dim", "kv_channels"), "head_dim")
     key_dim = key_dim or positive(width, "hidden_size") // heads
-    value_dim = getattr(values, "v_head_dim", None) or key_dim
+    value_dim = optional(getattr(values, "v_head_dim", None) or None, "v_head_dim") or key_dim
     return _kv_heads(text, values, heads), key_dim, value_dim
 
 
@@ -259,7 +287,7 @@ def _encoder_decoder(text: Mapping[str, Any], values: Any) -> tuple[KVLayer, ...
     heads = positive(
         first_value(values, "decoder_attention_heads", "num_heads", "num_attention_heads"), "heads"
     )
-    dim = first_value(values, "d_kv", "head_dim")
+    dim = optional(first_value(values, "d_kv", "head_dim"), "d_kv")
     dim = dim or positive(first_value(values, "d_model", "hidden_size"), "d_model") // heads
     # Stock classes know no KV-head count (Whisper's is an alias of the *encoder's* heads); a class
     # exported beside its checkpoint has a type of its own, or maps to its code.

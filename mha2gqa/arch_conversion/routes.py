@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..architectures.arch_conversions import ARCH_CONVERSIONS, Route
+from ..architectures.explain import refuse_quantised
 from ..architectures.registry import SUPPORTED_TYPES
 from ..checkpoints.config_spelling import both_spellings
 from ..errors import UnsupportedModelError, UsageError
@@ -46,6 +47,8 @@ def plan(
         UnsupportedModelError: This very model does not fit the target.
         CheckpointError: Tensors are missing, or left over.
     """
+    names = list(names)
+    refuse_quantised(config, names)
     model_type = str(config.get("model_type"))
     routes = ARCH_CONVERSIONS.get(model_type, ())
     heads = config.get("num_attention_heads", config.get("n_head"))

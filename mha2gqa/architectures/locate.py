@@ -7,8 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ..checkpoints.hf_config import class_default, lookup
-from ..errors import CheckpointError
+from ..errors import CheckpointError, quoted
 from .spec import AttentionModule, AttentionSpec, Geometry, Variant, check_groups
+
+PER_LAYER = "_per_layer"  # ends the names of keys that hold one number for each layer
+_WEIGHTS = ("q.weight", "k.weight", "v.weight", "o.weight", "qkv.weight")
 
 
 def _role_pattern(spec: AttentionSpec) -> tuple[re.Pattern[str], dict[str, str]]:
@@ -92,13 +95,32 @@ def _checked_sites(
 
 def layer_value(text: Mapping[str, Any], key: str, layer: int) -> Any:
     """A config value for one layer: its own entry of `per_layer_config`, of a list, or the value for all."""
-    for name, own in (text.get("per_layer_config") or {}).items():
+    for name, own in per_layer(text).items():
         if int(name) == layer and key in own:
             return own[key]
     value = lookup(text, key)
-    if isinstance(value, list):
+    if isinstance(value, list) and key.endswith(PER_LAYER):
         return value[layer] if layer < len(value) else None
     return value
+
+
+def per_layer(text: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
+    """`per_layer_config` of a raw config: layer number -> its own keys.
+
+    Raises:
+        CheckpointError: It is there and is something else.
+    """
+    found = text.get("per_layer_config") or {}
+    usable = isinstance(found, Mapping) and all(
+        name.isdecimal() and len(name) < 10 and isinstance(own, Mapping) for name, own in found.items()
+    )
+    if not usable:
+        raise CheckpointError(
+            f"per_layer_config is {quoted(found)}",
+            where="config.json",
+            fix="it must map layer numbers to their own keys",
+        )
+    return found
 
 
 def _declared_heads(spec: AttentionSpec, text: Mapping[str, Any], key: str, layer: int) -> int:
@@ -106,11 +128,24 @@ def _declared_heads(spec: AttentionSpec, text: Mapping[str, Any], key: str, laye
     value = layer_value(text, key, layer)
     if value is None and spec.text_type:
         value = class_default(spec.text_type, key)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise CheckpointError(
-            f"no usable {key}", where="config.json", fix="it must hold the number of query heads"
-        )
-    return value
+    found = _count(value, key)
+    if found is None:
+        raise CheckpointError(f"no {key}", where="config.json", fix="it must hold the number of query heads")
+    return found
+
+
+def _count(value: Any, key: str) -> int | None:
+    """A number of heads, or a width, as the config states it; None where it does not.
+
+    Raises:
+        CheckpointError: What stands there is no such number.
+    """
+    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value > 0):
+        return value
+    kind = "a list, one number for all layers is needed" if isinstance(value, list) else quoted(value)
+    raise CheckpointError(
+        f"{key} is {kind}", where="config.json", fix="restore the config that came with these tensors"
+    )
 
 
 def _variants(spec: AttentionSpec, kind: str) -> tuple[Variant, ...]:
@@ -171,10 +206,18 @@ def _geometry(
     ) -> CheckpointError:
         return CheckpointError(what, where=where, fix=fix)
 
+    for role, name in module.names.items():
+        if role in _WEIGHTS and len(shapes[name]) != 2:
+            raise disagree(f"has shape {quoted(list(shapes[name]))}, a matrix is needed", where=name)
     num_heads = _declared_heads(spec, text, variant.heads_key, module.layer)
     rows = -1 if spec.transposed else 0
-    head_dim = layer_value(text, variant.head_dim_key, module.layer)
+    head_dim = _count(layer_value(text, variant.head_dim_key, module.layer), variant.head_dim_key)
     o_in = shapes[module.names["o.weight"]][0 if spec.transposed else -1]
+    if o_in < num_heads or o_in % num_heads:
+        raise disagree(
+            f"takes {o_in} numbers, not a multiple of {quoted(num_heads)} heads",
+            where=module.names["o.weight"],
+        )
     if spec.layout != "separate":
         head_dim = head_dim or o_in // num_heads
         kv_rows = shapes[module.names["qkv.weight"]][rows] - num_heads * head_dim
@@ -184,7 +227,7 @@ def _geometry(
         per_head = 2 if spec.gated_query else 1
         q_rows = shapes[module.names["q.weight"]][rows]
         k_rows = shapes[module.names["k.weight"]][rows]
-        head_dim = head_dim or q_rows // (num_heads * per_head)
+        head_dim = head_dim or max(1, q_rows // (num_heads * per_head))
         value_dim = o_in // num_heads
         whole = k_rows % head_dim == 0
         if q_rows != num_heads * head_dim * per_head:
@@ -193,7 +236,7 @@ def _geometry(
                 f"{num_heads} heads x {head_dim * per_head}"
             )
     kv_heads = k_rows // head_dim
-    declared = layer_value(text, variant.kv_heads_key, module.layer)
+    declared = _count(layer_value(text, variant.kv_heads_key, module.layer), variant.kv_heads_key)
     if declared is not None and (not whole or kv_heads not in [declared * m for m in spec.kv_multiples]):
         raise disagree(
             f"config says {declared} KV heads = {declared * head_dim} key rows, the tensor has {k_rows} rows = "
@@ -214,7 +257,7 @@ def kv_heads_before(spec: AttentionSpec, config: Mapping[str, Any], geometries: 
     most = max(g.num_kv_heads for g in geometries)
     if spec.kv_multiples == (1,):
         return most
-    return lookup(spec.text_config(config), spec.kv_heads_keys[0]) or most
+    return _count(lookup(spec.text_config(config), spec.kv_heads_keys[0]), spec.kv_heads_keys[0]) or most
 
 
 def plan_groups(
@@ -263,7 +306,7 @@ def config_changes(
         now = lookup(text, key)
         if now is not None or i == 0:
             changes[key] = min(groups, now) if isinstance(now, int) else groups
-    for name, own in (text.get("per_layer_config") or {}).items():
+    for name, own in per_layer(text).items():
         for key in keys:
             if isinstance(own.get(key), int):
                 changes[f"per_layer_config.{name}.{key}"] = min(groups, own[key])

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ..checkpoints.hf_config import lookup
-from ..errors import UsageError
+from ..errors import CheckpointError, UsageError, quoted
 
 Position = Literal["half_split", "interleaved", "none", "alibi", "relative", "unknown"]
 KeySymmetry = Literal["planes", "plane_rotations", "phases", "linear", "none"]
@@ -169,7 +169,8 @@ class AttentionSpec:
     def text_config(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
         """The part of `config` (raw JSON) that describes the attention to convert."""
         for key in self.config_path:
-            config = config.get(key) or {}
+            inner = config.get(key)
+            config = inner if isinstance(inner, Mapping) else {}
         return config
 
     def permutable_of(self, kind: str) -> Permutable:
@@ -246,11 +247,11 @@ def check_groups(groups: object, num_kv_heads: int, spec: AttentionSpec | None =
         return UsageError(what, where="--groups", fix=fix)
 
     if isinstance(groups, bool) or not isinstance(groups, int):
-        raise refuse(f"{groups!r} is not a whole number")
+        raise refuse(f"{quoted(groups)} is not a whole number")
     if groups < 1:
-        raise refuse(f"{groups} KV heads are not possible")
+        raise refuse(f"{quoted(groups)} KV heads are not possible")
     if groups > num_kv_heads:
-        raise refuse(f"the model has {num_kv_heads} KV heads, {groups} would be more")
+        raise refuse(f"the model has {num_kv_heads} KV heads, {quoted(groups)} would be more")
     if num_kv_heads % groups:
         raise refuse(f"{groups} does not divide the {num_kv_heads} KV heads")
     if groups not in allowed:
@@ -281,5 +282,16 @@ def rotary_dim(spec: AttentionSpec, config: Mapping[str, Any], head_dim: int, la
         for holder in (rope, text):
             value = holder.get(key) if isinstance(holder, Mapping) else None
             if value is not None:
-                return int(value) if isinstance(value, int) and value > 1 else int(head_dim * value)
+                return _rotary_width(key, value, head_dim)
     return int(head_dim * spec.rotary_default)
+
+
+def _rotary_width(key: str, value: Any, head_dim: int) -> int:
+    """A count of rotary dims, or a fraction of the head, as a width."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= head_dim:
+        raise CheckpointError(
+            f"{key} is {quoted(value)}",
+            where="config.json",
+            fix="it must be a fraction of a head, or a number of its dims",
+        )
+    return value if isinstance(value, int) and value > 1 else int(head_dim * value)

@@ -169,13 +169,14 @@ def _below(folder: Path, name: str) -> list[Path]:
 
 def _what_else(folder: Path) -> tuple[str, str] | None:
     """What lies here instead of weights, and what to do; None where nothing is known."""
-    below = sorted(
-        str(p.parent.relative_to(folder)) for name in (SINGLE, INDEX) for p in _below(folder, name)
-    )
+    below = sorted({str(p.parent.relative_to(folder)) for p in _below(folder, "*.safetensors")})
     if below:
         return f"no weights here, but in {listed(below, 3)}", f"give {folder / below[0]}"
     if shards := sorted(p.name for p in folder.glob("*.safetensors")):
         return f"{listed(shards, 2)} without {INDEX}", "restore the index, or download the model again"
     if bins := sorted(p.name for p in folder.glob("pytorch_model-*.bin")):
         return f"{listed(bins, 2)} without {BIN_INDEX}", "restore the index, or download the model again"
-    return next(((what, fix) for pattern, what, fix in _OTHERS if any(folder.glob(pattern))), None)
+    for pattern, what, fix in _OTHERS:
+        if found := next(folder.glob(pattern), None):
+            return f"{what} ({quoted(found.name)})", fix
+    return None

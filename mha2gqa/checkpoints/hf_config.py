@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from ..errors import CheckpointError, hub_refusals, reason
+from ..errors import CheckpointError, hub_refusals, quoted, reason
 from ..modeling import PREFIX
 from .dtypes import COMPUTED, Dtype, named_dtype, torch_dtype
-from .json_files import read_json
+from .json_files import RESTORE, read_json
 
 if TYPE_CHECKING:
     import torch
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length")
 DECODER_CONTEXT_KEYS = ("max_target_positions", "max_position_embeddings", "n_positions")
 FLOAT32_BYTES = 4
+MOST_PARTS = 100_000  # layers, experts, labels: for each of them a class builds something
+_COUNTED = re.compile(r"layers?$|experts?$|labels$|blocks?$|^n_layer|^depth|_codebooks$|stages?$")
 
 
 def load_config_json(path: str | Path, *, revision: str | None = None) -> dict[str, Any]:
@@ -28,10 +31,39 @@ def load_config_json(path: str | Path, *, revision: str | None = None) -> dict[s
     """
     folder = Path(path)
     if not folder.exists():
-        return read_json(_hub_file(str(path), "config.json", revision))
+        return read_config_json(_hub_file(str(path), "config.json", revision))
     if not (folder / "config.json").exists() and not (folder / "config.json").is_symlink():
         raise CheckpointError("no config.json", where=path, fix="give a folder in the Hugging Face format")
-    return read_json(folder / "config.json")
+    return read_config_json(folder / "config.json")
+
+
+def read_config_json(file: Path) -> dict[str, Any]:
+    """A raw config from its file, the shapes checked that everything else relies on.
+
+    Raises:
+        CheckpointError: It is missing or broken, or a class would be built from absurd numbers.
+    """
+    config = read_json(file)
+    names = config.get("architectures")
+    if names is not None and not (isinstance(names, list) and all(isinstance(n, str) for n in names)):
+        raise CheckpointError(
+            f"architectures is {quoted(names)}", where=file, fix="it must be a list of names of classes"
+        )
+    if (key := _absurd(config)) is not None:
+        raise CheckpointError(f"{key} is larger than any model's", where=file, fix=RESTORE)
+    return config
+
+
+def _absurd(node: Any, depth: int = 0) -> str | None:
+    """A key that counts parts of a model and would keep its class busy building them, or None."""
+    if not isinstance(node, Mapping) or depth > 8:
+        return None
+    for key, value in node.items():
+        if isinstance(value, int | float) and value > MOST_PARTS and _COUNTED.search(key):
+            return quoted(key)
+        if (found := _absurd(value, depth + 1)) is not None:
+            return found
+    return None
 
 
 def _hub_file(repo: str, name: str, revision: str | None) -> Path:
@@ -73,9 +105,14 @@ def positive(value: Any, name: str) -> int:
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise CheckpointError(
-            f"no usable {name} ({value!r})", where="config.json", fix="restore the config of the model"
+            f"no usable {name} ({quoted(value)})", where="config.json", fix="restore the config of the model"
         )
     return value
+
+
+def optional(value: Any, name: str) -> int | None:
+    """`positive` of a value that may be left out."""
+    return None if value is None else positive(value, name)
 
 
 def class_default(model_type: str, key: str) -> Any:

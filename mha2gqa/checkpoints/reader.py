@@ -12,7 +12,7 @@ from torch import Tensor
 from ..errors import CheckpointError, hub_refusals, listed, reason
 from .bin_file import BinFile
 from .folder import BIN_INDEX, BIN_SINGLE, INDEX, SINGLE, check_model_folder, find_weights
-from .json_files import read_json
+from .hf_config import read_config_json
 from .safetensors_file import TensorInfo, check_distinct, read_header
 from .source_file import SourceFile
 
@@ -64,7 +64,7 @@ class Checkpoint:
     def __init__(self, path: Path, revision: str | None = None) -> None:
         self.path, self.revision = path, revision
         check_model_folder(path)
-        self.config = read_json(path / "config.json")
+        self.config = read_config_json(path / "config.json")
         weights = find_weights(path)
         self.files, self.is_bin = list(weights.files), weights.is_bin
         self.metadata: dict[str, str] = {"format": "pt"}

@@ -11,8 +11,7 @@ from ..arch_conversion import ArchConversion, shapes_of
 from ..arch_conversion import plan as plan_reexpression
 from ..checkpoints.dtypes import stored_nbytes
 from ..checkpoints.folder import check_model_folder, has_weights
-from ..checkpoints.hf_config import as_numbers, config_dtype, load_config_json
-from ..checkpoints.json_files import read_json
+from ..checkpoints.hf_config import as_numbers, config_dtype, load_config_json, read_config_json
 from ..checkpoints.loading import loading_class
 from ..checkpoints.reader import Checkpoint
 from ..errors import CheckpointError, UnsupportedModelError, hub_refusals, reason
@@ -78,7 +77,7 @@ def describe(source: str | Path, revision: str | None = None) -> Description:
     """
     path = Path(source)
     if path.is_file():
-        return _from_config(str(source), read_json(path))
+        return _from_config(str(source), read_config_json(path))
     if path.is_dir():
         check_model_folder(path)
         if has_weights(path):
@@ -86,13 +85,17 @@ def describe(source: str | Path, revision: str | None = None) -> Description:
             dtypes = {name: info.dtype for name, info in checkpoint.tensors.items()}
             shard = max((path / name).stat().st_size for name in checkpoint.files)
             return Description(str(source), checkpoint.config, checkpoint.shapes, dtypes, True, shard)
-        return _from_config(str(source), read_json(path / "config.json"))
+        return _from_config(str(source), read_config_json(path / "config.json"))
     return _from_hub(str(source), revision)
 
 
 def read_config(source: str | Path, revision: str | None = None) -> dict[str, Any]:
     """The raw config of what `describe` accepts."""
-    return read_json(Path(source)) if Path(source).is_file() else load_config_json(source, revision=revision)
+    return (
+        read_config_json(Path(source))
+        if Path(source).is_file()
+        else load_config_json(source, revision=revision)
+    )
 
 
 def _from_hub(source: str, revision: str | None) -> Description:

@@ -17,11 +17,13 @@ from ..architectures import (
     kv_heads_before,
     lookup,
     plan_groups,
+    rotary_dim,
 )
 from ..architectures import geometry as module_geometry
+from ..architectures.explain import check_layers, not_found, refuse_latent, refuse_quantised
 from ..checkpoints.config_spelling import both_spellings
 from ..checkpoints.reader import edit_config
-from ..errors import UnsupportedModelError, UsageError
+from ..errors import UsageError
 from ..merging import MERGERS
 from ..modeling import Export, find_export
 from ..modeling import config_changes as export_changes
@@ -124,15 +126,16 @@ def plan_modules(
         UnsupportedModelError: No attention module is found.
         CheckpointError: Tensors and config disagree, or attention layers are missing.
     """
+    refuse_latent(config, shapes)
     modules = find_attention_modules(spec, shapes)
     if not modules:
         find_export(config)  # which says it better where the decoder is missing
-        raise UnsupportedModelError(
-            "no attention projections under the expected names",
-            where=f"model_type {config.get('model_type')!r}",
-            fix="this is not a checkpoint as transformers saves it",
-        )
-    return [(module, module_geometry(spec, config, module, shapes)) for module in modules]
+        raise not_found(spec, config, shapes)
+    check_layers(spec, spec.text_config(config), shapes)
+    found = [(module, module_geometry(spec, config, module, shapes)) for module in modules]
+    for module, geometry in found:
+        rotary_dim(spec, config, geometry.head_dim, module.layer)  # refuses what it cannot use
+    return found
 
 
 def plan_conversion(
@@ -159,14 +162,7 @@ def plan_conversion(
     Raises:
         UnsupportedModelError, UsageError, CheckpointError: Before anything is written.
     """
-    quantised = config.get("quantization_config")
-    if quantised:
-        name = quantised.get("quant_method", "unknown method") if isinstance(quantised, dict) else quantised
-        raise UnsupportedModelError(
-            f"quantised checkpoint ({name})",
-            where="config.json",
-            fix="convert the full-precision model first",
-        )
+    refuse_quantised(config, shapes)
     return plan_for_spec(find_spec(config), config, shapes, groups, method, groupings, seed, attention)
 
 

@@ -1,11 +1,15 @@
-"""Text to tokens: read documents, tokenise them, cut blocks, keep train and held-out text apart.
+"""Text to tokens, pairs and recordings to examples: everything that reads, encodes, cuts or generates data.
 
-Everything streams: memory does not grow with the corpus (`token_blocks` holds the ids it returns).
+`sniffing` asks what a name stands for, `opening` and `formats` read it, `reading` makes documents and `pairs` makes
+pairs of it; `encoding`, `blocks`, `chat` and `spans` turn text into what a decoder or T5 learns from, `audio`,
+`prompts`, `seq2seq` and `generation` pairs into what an encoder-decoder does. Everything streams: memory does not
+grow with the corpus.
 """
 
 from .blocks import Block, Place, cut, cut_blocks, first_tokens, token_blocks
 from .encoding import bos_id, encode_documents, eos_id, within
 from .holdout import held_out
+from .pairs import Pair, PairOptions, PairSource
 from .prefetch import Prefetcher
 from .reading import Document, TextSource, paths_or_source, read_documents, read_records
 from .spans import SpanCorruption, block_tokens, span_corruption
@@ -13,6 +17,9 @@ from .spans import SpanCorruption, block_tokens, span_corruption
 __all__ = [
     "Block",
     "Document",
+    "Pair",
+    "PairOptions",
+    "PairSource",
     "Place",
     "Prefetcher",
     "SpanCorruption",

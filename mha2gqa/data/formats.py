@@ -115,19 +115,24 @@ def _read_parquet(file: SourceFile, columns: Sequence[str]) -> Iterator[Record]:
 
 
 def _read_arrow(file: SourceFile, columns: Sequence[str]) -> Iterator[Record]:
+    with _arrow(file) as (schema, batches):
+        require_columns(columns, schema.names, file)
+        yield from _rows(batches, columns, file)
+
+
+@contextlib.contextmanager
+def _arrow(file: SourceFile) -> Iterator[tuple[Any, Iterable[Any]]]:
+    """Schema and batches of an Arrow file or stream."""
     import pyarrow
 
     with _mapped(file) as path, pyarrow.memory_map(str(path)) as source:
-        table: Any
-        batches: Iterable[Any]
         if source.read(6) == b"ARROW1":
             table = pyarrow.ipc.open_file(source)
-            batches = (table.get_batch(i) for i in range(table.num_record_batches))
+            yield table.schema, (table.get_batch(i) for i in range(table.num_record_batches))
         else:  # as `datasets` writes it
             source.seek(0)
-            table = batches = pyarrow.ipc.open_stream(source)
-        require_columns(columns, table.schema.names, file)
-        yield from _rows(batches, columns, file)
+            stream = pyarrow.ipc.open_stream(source)
+            yield stream.schema, stream
 
 
 @contextlib.contextmanager
@@ -158,7 +163,7 @@ def _read_saved(file: SourceFile, columns: Sequence[str]) -> Iterator[Record]:
     import datasets
 
     with _mapped(file) as path:
-        table = datasets.load_from_disk(str(path))
+        table = undecoded(datasets.load_from_disk(str(path)))
         require_columns(columns, table.column_names, file)
         for number, record in enumerate(table.select_columns(list(columns)), 1):
             yield record, f"{file}:{number}"
@@ -176,7 +181,7 @@ def hub_records(name: str, columns: Sequence[str]) -> Iterator[Record]:
         import datasets
 
         rows = datasets.load_dataset(repository, config or None, split=split or "train", streaming=True)
-        for number, record in enumerate(rows, 1):
+        for number, record in enumerate(undecoded(rows), 1):
             require_columns(columns, record, name)
             yield record, f"{name}:{number}"
     except Mha2gqaError:
@@ -187,6 +192,39 @@ def hub_records(name: str, columns: Sequence[str]) -> Iterator[Record]:
             where=name,
             fix="check the path, or give NAME:CONFIG:SPLIT of a Hub dataset",
         ) from error
+
+
+def undecoded(rows: Any) -> Any:
+    """A data set whose recordings come as bytes: `datasets` would decode them with another library."""
+    for name, feature in (getattr(rows, "features", None) or {}).items():
+        if type(feature).__name__ == "Audio":
+            import datasets
+
+            rows = rows.cast_column(name, datasets.Audio(decode=False))
+    return rows
+
+
+def column_names(file: SourceFile) -> list[str]:
+    """The columns of a table; of JSONL those of its first record.
+
+    Raises:
+        DataError: As `records`.
+    """
+    if file.format == "saved":
+        import datasets
+
+        with _mapped(file) as path:
+            return list(datasets.load_from_disk(str(path)).column_names)
+    if file.format == "parquet":
+        import pyarrow.parquet
+
+        with _mapped(file) as path:
+            return list(pyarrow.parquet.read_schema(path).names)
+    if file.format == "arrow":
+        with _arrow(file) as (schema, _):
+            return list(schema.names)
+    first = next(records(file, ()), None)
+    return [] if first is None else list(first[0])
 
 
 READERS: dict[str, Callable[[SourceFile, Sequence[str]], Iterator[Record]]] = {

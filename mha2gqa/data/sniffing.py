@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from ..errors import DataError, UsageError, reason
+from .audio import AUDIO_SUFFIXES
 
 FORMATS = {
     **dict.fromkeys((".jsonl", ".ndjson", ".json"), "jsonl"),
@@ -229,6 +230,8 @@ def _listed(folder: Path) -> tuple[list[Path], list[Path]]:
     except OSError as error:
         raise DataError(f"cannot be listed ({reason(error)})", where=folder) from error
     seen = [p for p in listed if not any(part.startswith(".") for part in p.parts)]
+    if any(p.stem == "metadata" for p in seen):  # a table of recordings, which it names itself
+        seen = [p for p in seen if p.suffix.lower() not in AUDIO_SUFFIXES]
     data = [p for p in seen if _may_be_data(p)]
     prose = [p for p in data if by_name(p.name)[1] == "text"]
     if len(prose) == len(data):  # plain text; notes in Markdown lie beside it

@@ -1,0 +1,120 @@
+"""What an encoder-decoder writes: greedy or by beams, in batches, after the prompt that all targets have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..errors import DataError, reason
+from .pairs import Pair
+from .seq2seq import Example, PairEncoder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+BATCH = 8  # examples generated at once
+NEW_TOKENS = 256  # at most, where the decoder has no limit of its own
+
+
+def generate_ids(
+    model: PreTrainedModel,
+    encoder: PairEncoder,
+    examples: Iterable[Example],
+    *,
+    beams: int = 1,
+    batch_size: int = BATCH,
+    max_new_tokens: int | None = None,
+) -> Iterator[list[int]]:
+    """What the model writes for each example: ids after the prompt, with the end if it came to one.
+
+    The search of transformers with the model's own generation config (suppressed tokens, bad words), but without
+    sampling, and with the prompt of `encoder`, so that all models of a comparison write the same kind of text.
+
+    Args:
+        model: In eval mode, on its device.
+        encoder: Of its pairs.
+        examples: Only what their encoder reads is used.
+        beams: Width of the search; 1 is greedy.
+        batch_size: Examples at once.
+        max_new_tokens: At most so many ids; None for what the decoder takes, 256 where nothing limits it.
+    """
+    room = None if encoder.target_limit is None else encoder.target_limit - len(encoder.prompt)
+    limit = min(n for n in (max_new_tokens, room or NEW_TOKENS) if n is not None)
+    waiting = iter(examples)
+    while batch := list(islice(waiting, batch_size)):
+        yield from _generate(model, encoder, batch, beams, limit)
+
+
+@torch.inference_mode()
+def _generate(
+    model: Any, encoder: PairEncoder, examples: Sequence[Example], beams: int, limit: int
+) -> list[list[int]]:
+    from transformers import GenerationMixin
+
+    rows = encoder.collate(examples).rows()
+    device, dtype = model.device, model.dtype
+    inputs = {
+        name: x.to(device, dtype if x.is_floating_point() else None)
+        for name, x in rows.items()
+        if not name.startswith("decoder_")
+    }
+    prompt = torch.tensor([encoder.prompt] * len(examples), device=device)
+    try:
+        # Whisper's own `generate` would choose language and prompt anew and cut long recordings in pieces.
+        ids = GenerationMixin.generate(
+            model,
+            **inputs,
+            decoder_input_ids=prompt,
+            num_beams=beams,
+            do_sample=False,
+            max_new_tokens=limit,
+            max_length=None,
+            forced_decoder_ids=None,
+        )
+    except Exception as error:  # of the search or the model's code
+        raise DataError(f"nothing can be generated ({reason(error)})", where=encoder.name) from error
+    end, pad = encoder.end, encoder.pad
+    return [_until_end(row[prompt.shape[1] :].tolist(), end, pad) for row in ids]
+
+
+def _until_end(ids: list[int], end: int | None, pad: int) -> list[int]:
+    if end is not None and end in ids:
+        return ids[: ids.index(end) + 1]
+    while ids and ids[-1] == pad:
+        ids.pop()
+    return ids
+
+
+def with_targets(
+    model: PreTrainedModel,
+    encoder: PairEncoder,
+    pairs: Iterable[Pair],
+    *,
+    beams: int = 1,
+    batch_size: int = BATCH,
+) -> Iterator[Pair]:
+    """The pairs with targets that the model writes; those it has nothing to say to are left out.
+
+    Args:
+        model: The original, in eval mode.
+        encoder: Of its pairs.
+        pairs: Sources; targets they have are replaced.
+        beams, batch_size: As in `generate_ids`.
+    """
+    waiting = iter(pairs)
+    while batch := list(islice(waiting, batch_size)):
+        examples = [encoder.encode(replace(pair, target="", target_ids=None)) for pair in batch]
+        written = generate_ids(model, encoder, examples, beams=beams, batch_size=batch_size)
+        for pair, ids in zip(batch, written, strict=True):
+            text = decode(encoder, ids)
+            if text.strip():
+                yield replace(pair, target=text, target_ids=tuple(ids))
+
+
+def decode(encoder: PairEncoder, ids: Sequence[int]) -> str:
+    """The text of generated ids."""
+    return str(encoder.tokenizer.decode(list(ids), skip_special_tokens=True)).strip()

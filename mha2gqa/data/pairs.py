@@ -1,0 +1,279 @@
+"""Pairs for encoder-decoders: source and target text, or recordings and transcripts, read one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import DataError, Mha2gqaError, UsageError, reason
+from .audio import AUDIO_SUFFIXES, Audio, to_audio
+from .formats import column_names, hub_records, records, undecoded
+from .memory import IN_MEMORY, names_or_items
+from .sniffing import SourceFile, exists, sniff
+
+AUDIO_COLUMNS = ("audio", "file_name", "path")
+TRANSCRIPT_COLUMNS = ("text", "transcription", "transcript", "sentence", "target")
+SOURCE_COLUMNS, TARGET_COLUMNS = ("source",), ("target",)
+TEXT_COLUMNS = ("source", "text")  # where the original writes the targets, text alone is a source
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One example.
+
+    Args:
+        source: Text, or a recording.
+        target: What the model should say; None where it is still to be written.
+        place: Where it comes from, `file:line`.
+        target_ids: The target as ids of the decoder (after its prompt, with the end), where a model wrote it.
+    """
+
+    source: str | Audio
+    target: str | None
+    place: str
+    target_ids: tuple[int, ...] | None = None
+
+
+class PairSource:
+    """Pairs from wherever they come: looked at once, then read as often as needed, always from the start.
+
+    Args:
+        data: Tables as in `TextSource` (JSONL, CSV, Parquet, …, a Hub dataset), a folder of recordings with
+            `metadata.csv` or `metadata.jsonl` (the layout of `datasets`' AudioFolder), for `targets=False` also
+            recordings alone. In Python a `datasets.Dataset`, rows with columns, `Pair`s or `(source, target)`.
+        audio: Whether the model hears.
+        source_column, target_column: Names of the columns, `a.b` for a field of a column; None for
+            `source` and `target`, with audio `audio` (or `file_name`) and `text` (or `transcription`, `sentence`).
+        targets: Whether targets are read; without, the original writes them.
+
+    Attributes:
+        warnings: What the reader should know.
+        empty: Rows without source or target that the last reading skipped.
+
+    Raises:
+        DataError: There are no such files or columns; while reading: a row that is no pair, or nothing at all.
+
+    Example:
+        >>> for pair in PairSource("train.jsonl", audio=False): print(pair.source, pair.target)  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        *,
+        audio: bool,
+        source_column: str | None = None,
+        target_column: str | None = None,
+        targets: bool = True,
+    ) -> None:
+        self.audio, self.targets = audio, targets
+        self._asked = (source_column, target_column)
+        names, self._items = names_or_items(data)
+        self._parts = [(name, None if audio and recordings(name) else sniff(name)) for name in names]
+        self.warnings = [w for _, found in self._parts if found for w in found.warnings]
+        self.empty = 0
+
+    @property
+    def names(self) -> list[str]:
+        """What results call the data."""
+        return [IN_MEMORY] if self._items is not None else [name for name, _ in self._parts]
+
+    @property
+    def files(self) -> list[SourceFile]:
+        """The tables, in the order of reading."""
+        return [file for _, found in self._parts if found for file in found.files]
+
+    def __iter__(self) -> Iterator[Pair]:
+        self.empty = found = 0
+        for pair in self._pairs():
+            if (isinstance(pair.source, str) and not pair.source.strip()) or self._lacks_target(pair):
+                self.empty += 1
+                continue
+            found += 1
+            yield pair
+        if not found:
+            where = ", ".join(self.names)
+            if self.empty:
+                raise DataError(f"all its {self.empty} rows lack a source or a target", where=where)
+            raise DataError("there are no pairs in it", where=where)
+
+    def _lacks_target(self, pair: Pair) -> bool:
+        return self.targets and pair.target_ids is None and not (pair.target or "").strip()
+
+    def _pairs(self) -> Iterator[Pair]:
+        if self._items is not None:
+            yield from self._from_items(self._items)
+        for name, found in self._parts:
+            if found is not None:
+                for file in found.files:
+                    yield from self._from_table(file)
+            elif alone := recordings(name) if self.audio else []:
+                yield from self._from_recordings(name, alone)
+            else:
+                yield from self._from_hub(name)
+
+    def _from_table(self, file: SourceFile) -> Iterator[Pair]:
+        if file.format == "text":
+            raise self._text_only(file)
+        source, target = self._columns(column_names(file), file)
+        columns = [column.partition(".")[0] for column in (source, target) if column]
+        for record, place in records(file, columns):
+            yield self._pair(record, source, target, place, file.path.parent)
+
+    def _from_hub(self, name: str) -> Iterator[Pair]:
+        columns: tuple[str, str | None] | None = None
+        for record, place in hub_records(name, ()):
+            columns = columns or self._columns(list(record), name)
+            yield self._pair(record, *columns, place, None)
+
+    def _from_recordings(self, name: str, files: list[Path]) -> Iterator[Pair]:
+        if self.targets:
+            raise DataError(
+                "recordings without transcripts",
+                where=name,
+                fix="add metadata.csv with the columns file_name and text, or let the original write them: "
+                "--targets generate",
+            )
+        for file in files:
+            yield Pair(Audio(str(file), file), None, str(file))
+
+    def _from_items(self, items: Iterable[Any]) -> Iterator[Pair]:
+        columns: tuple[str, str | None] | None = None
+        try:
+            for number, item in enumerate(undecoded(items), 1):
+                place = f"{IN_MEMORY}:{number}"
+                if isinstance(item, Pair):
+                    yield item
+                elif isinstance(item, Mapping):
+                    columns = columns or self._columns(list(item), place)
+                    yield self._pair(item, *columns, place, None)
+                elif isinstance(item, tuple | list) and len(item) == 2:
+                    yield self._pair(dict(zip("st", item, strict=True)), "s", "t", place, None)
+                elif isinstance(item, str) and not self.targets and not self.audio:
+                    yield Pair(item, None, place)
+                else:
+                    raise self._text_only(place)
+        except Mha2gqaError:
+            raise
+        except Exception as error:  # of the caller's own iterable
+            raise DataError(
+                f"cannot be drawn ({type(error).__name__}: {reason(error)})", where="data"
+            ) from error
+
+    def _columns(self, names: list[str], where: object) -> tuple[str, str | None]:
+        """The columns of source and target.
+
+        Raises:
+            DataError: One is missing.
+        """
+        sources = AUDIO_COLUMNS if self.audio else SOURCE_COLUMNS if self.targets else TEXT_COLUMNS
+        targets = TRANSCRIPT_COLUMNS if self.audio else TARGET_COLUMNS
+        found = []
+        for asked, known in zip(self._asked, (sources, targets), strict=True):
+            column = asked or next((name for name in known if name in names), None)
+            if column is None or column.partition(".")[0] not in names:
+                column = None
+            found.append((column, asked or known[0]))
+        (source, _), (target, _) = found
+        missing = [
+            name
+            for (column, name), needed in zip(found, (True, self.targets), strict=True)
+            if needed and not column
+        ]
+        if source is None or missing:
+            raise DataError(
+                f"no column {' or '.join(map(repr, missing))}; the columns are {', '.join(sorted(names)) or 'none'}",
+                where=where,
+                fix=self._needed(),
+            )
+        return source, target if self.targets else None
+
+    def _needed(self) -> str:
+        kinds = "audio and text" if self.audio else "source and target"
+        return (
+            f"an encoder-decoder needs the columns {kinds}: name them with --source-column and --target-column, "
+            "or let the original write the targets with --targets generate"
+        )
+
+    def _text_only(self, where: object) -> DataError:
+        return DataError("plain text is no pair", where=where, fix=self._needed())
+
+    def _pair(
+        self, record: Mapping[str, Any], source: str, target: str | None, place: str, folder: Path | None
+    ) -> Pair:
+        said = _text(_field(record, target), target, place) if target else None
+        value = _field(record, source)
+        if self.audio:
+            return Pair(value if isinstance(value, Audio) else to_audio(value, place, folder), said, place)
+        return Pair(_text(value, source, place), said, place)
+
+
+def recordings(name: str) -> list[Path]:
+    """The recordings a name stands for where no table lies beside them: a file of sound, or a folder of them."""
+    path = Path(name).expanduser()
+    if not exists(path):
+        return []
+    if path.is_file():
+        return [path] if path.suffix.lower() in AUDIO_SUFFIXES else []
+    if any(path.rglob("metadata.*")):
+        return []
+    return sorted(p for p in path.rglob("*") if p.suffix.lower() in AUDIO_SUFFIXES and p.is_file())
+
+
+def _field(record: Mapping[str, Any], column: str) -> Any:
+    value: Any = record
+    for part in column.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+def _text(value: Any, column: str | None, place: str) -> str:
+    if value is None or isinstance(value, str):
+        return value or ""
+    raise DataError(
+        f"column {column!r} holds a {type(value).__name__}, not text",
+        where=place,
+        fix="name another with --source-column or --target-column",
+    )
+
+
+@dataclass(frozen=True)
+class PairOptions:
+    """How pairs are read for a model.
+
+    Args:
+        source_column, target_column: See `PairSource`.
+        source_language, target_language: Codes as the tokenizer spells them (`eng_Latn`, `ro_RO`, `en`); for
+            Whisper the source language is the one that is spoken.
+        task: Of Whisper: `transcribe` or `translate`.
+        source_prefix: Put before each source text (`translate English to German: ` for T5).
+        targets: `data`, or `generate`: the original model writes them.
+        beams: Width of the search where text is generated; 1 is greedy.
+    """
+
+    source_column: str | None = None
+    target_column: str | None = None
+    source_language: str | None = None
+    target_language: str | None = None
+    task: str = "transcribe"
+    source_prefix: str = ""
+    targets: str = "data"
+    beams: int = 1
+
+    def __post_init__(self) -> None:
+        if self.targets not in ("data", "generate"):
+            raise UsageError("must be data or generate", where=f"--targets {self.targets}")
+        if self.beams < 1:
+            raise UsageError("must be at least 1", where=f"--beams {self.beams}")
+
+    def open(self, data: Any, audio: bool) -> PairSource:
+        """The pairs of `data`."""
+        return PairSource(
+            data,
+            audio=audio,
+            source_column=self.source_column,
+            target_column=self.target_column,
+            targets=self.targets == "data",
+        )

@@ -1,0 +1,149 @@
+"""What is given to a decoder before it speaks: start token, language, task; by the model's own tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ..errors import DataError, UsageError
+from .pairs import PairOptions
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+WHISPER = "whisper"
+WRAPPED = ("mbart", "plbart")  # their decoder starts from the last label, which may be the language
+ENGLISH_VOCABULARY = 51864  # of a Whisper that knows English only, by its size
+
+
+def decoder_prompt(
+    tokenizer: PreTrainedTokenizerBase,
+    config: Any,
+    generation: Mapping[str, Any],
+    options: PairOptions,
+    name: str,
+) -> list[int]:
+    """Ids that every target begins with.
+
+    Args:
+        tokenizer: Is told the languages, where it has any.
+        config: With the defaults of its class.
+        generation: The raw generation config.
+        options: Languages and task.
+        name: The model, for messages.
+
+    Raises:
+        UsageError: A language or task that the tokenizer does not have, or that must be named.
+        DataError: The config does not say how the decoder starts.
+    """
+    if config.model_type == WHISPER:
+        return _whisper(tokenizer, config, generation, options, name)
+    start, forced = _start(tokenizer, config, generation, name), None
+    if hasattr(tokenizer, "src_lang"):
+        forced = _set_languages(tokenizer, options, name)
+        if config.model_type in WRAPPED and _ends_with_language(tokenizer):
+            return [forced]
+    elif options.source_language or options.target_language:
+        raise UsageError(
+            f"the tokenizer of {name} knows no languages",
+            where="--source-lang or --target-lang",
+            fix="leave them out; words before the source are given with --source-prefix",
+        )
+    if forced is None:
+        forced = generation.get("forced_bos_token_id", getattr(config, "forced_bos_token_id", None))
+    return [start] if forced is None else [start, int(forced)]
+
+
+def _start(tokenizer: PreTrainedTokenizerBase, config: Any, generation: Mapping[str, Any], name: str) -> int:
+    candidates = (
+        generation.get("decoder_start_token_id"),
+        getattr(config, "decoder_start_token_id", None),
+        getattr(config, "pad_token_id", None),
+        tokenizer.pad_token_id,
+    )
+    for start in candidates:
+        if isinstance(start, int):
+            return start
+    raise DataError("no decoder_start_token_id", where=name, fix="restore the original's config.json")
+
+
+def _set_languages(tokenizer: Any, options: PairOptions, name: str) -> int:
+    """Tell the tokenizer its languages; the id of the target's."""
+    source = options.source_language or tokenizer.src_lang
+    target = options.target_language or getattr(tokenizer, "tgt_lang", None)
+    if target is None:
+        raise UsageError("needs the language of the targets", where=name, fix="name it with --target-lang")
+    _language_id(tokenizer, source, "--source-lang", name)
+    found = _language_id(tokenizer, target, "--target-lang", name)
+    tokenizer.src_lang, tokenizer.tgt_lang = source, target
+    return found
+
+
+def _language_id(tokenizer: Any, code: str, option: str, name: str) -> int:
+    tokens = getattr(tokenizer, "lang_code_to_token", None)  # M2M100: `fr` is `__fr__`
+    return _special(tokenizer, tokens.get(code, code) if isinstance(tokens, dict) else code, option, name)
+
+
+def _ends_with_language(tokenizer: Any) -> bool:
+    """Whether targets end with their language (mBART; those of mBART-50 begin with it)."""
+    ids = tokenizer(text_target="a")["input_ids"]
+    return bool(ids) and ids[-1] != tokenizer.eos_token_id
+
+
+def _special(tokenizer: PreTrainedTokenizerBase, token: str, option: str, name: str) -> int:
+    """The id of a token by name.
+
+    Raises:
+        UsageError: The tokenizer does not have it; some that it has are named.
+    """
+    found: Any = tokenizer.convert_tokens_to_ids(token)
+    if found is None or found == tokenizer.unk_token_id:
+        known = sorted(t for t in tokenizer.get_added_vocab() if "_" in t.strip("_") or t.startswith("__"))
+        fix = f"it has {', '.join(known[:8])}{' …' if len(known) > 8 else ''}" if known else None
+        raise UsageError(
+            f"the tokenizer of {name} has no token {token}",
+            where=option,
+            fix=fix or "use the tokenizer the model came with",
+        )
+    return int(found)
+
+
+def _whisper(
+    tokenizer: PreTrainedTokenizerBase,
+    config: Any,
+    generation: Mapping[str, Any],
+    options: PairOptions,
+    name: str,
+) -> list[int]:
+    names = ["<|startoftranscript|>"]
+    language = options.source_language or options.target_language
+    if generation.get("is_multilingual", config.vocab_size != ENGLISH_VOCABULARY):
+        if language is None:
+            raise UsageError(
+                "needs the language that is spoken", where=name, fix="name it with --source-lang, as en"
+            )
+        if options.task not in ("transcribe", "translate"):
+            raise UsageError("must be transcribe or translate", where=f"--task {options.task}")
+        names += [f"<|{whisper_language(language)}|>", f"<|{options.task}|>"]
+    elif options.task != "transcribe" or (language and whisper_language(language) != "en"):
+        raise UsageError("transcribes English only", where=name, fix="leave --source-lang and --task out")
+    names.append("<|notimestamps|>")
+    return [_special(tokenizer, token, "--source-lang", name) for token in names]
+
+
+def whisper_language(name: str) -> str:
+    """Whisper's code of a language, given by code or English name.
+
+    Raises:
+        UsageError: It has none of that name.
+    """
+    from transformers.models.whisper.tokenization_whisper import LANGUAGES, TO_LANGUAGE_CODE
+
+    code = TO_LANGUAGE_CODE.get(name.lower(), name.lower())
+    if code not in LANGUAGES:
+        raise UsageError(
+            "is no language of Whisper",
+            where=f"--source-lang {name}",
+            fix=f"codes are {', '.join(sorted(LANGUAGES)[:12])} …",
+        )
+    return code

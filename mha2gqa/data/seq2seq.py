@@ -1,0 +1,333 @@
+"""Pairs as what an encoder-decoder reads and must say: features or ids, prompt, targets, padding and masks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..checkpoints.hf_config import known_config, load_config_json
+from ..checkpoints.loading import load_tokenizer
+from ..errors import CheckpointError, DataError, reason
+from .audio import Audio
+from .pairs import Pair, PairOptions
+from .prompts import WHISPER, WRAPPED, decoder_prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+IGNORE_INDEX = -100
+UNMASKED = (WHISPER,)  # encoders that attend to all of their input, silence behind a recording included
+NO_LIMIT = 10**9  # a tokenizer's `model_max_length` beyond this means that none is known
+SOURCE_LIMITS = ("max_source_positions", "max_encoder_position_embeddings", "max_position_embeddings")
+TARGET_LIMITS = ("max_target_positions", "max_decoder_position_embeddings", "max_position_embeddings")
+
+
+@dataclass(frozen=True)
+class Example:
+    """One pair as a model reads it.
+
+    Args:
+        encoder: int32 `[S]` ids; or float32 features, `[mels, frames]`, `[frames, mels]` or `[samples]`.
+        decoder: int32 `[T + 1]`: what the decoder reads and, one later, what it must say.
+        prompt: How many ids of `decoder` are given; those after them are targets.
+        place: Where it comes from.
+        target: The target as text.
+    """
+
+    encoder: np.ndarray
+    decoder: np.ndarray
+    prompt: int
+    place: str
+    target: str = ""
+
+
+@dataclass(frozen=True)
+class ExampleSet:
+    """Examples of one batch, padded on the right.
+
+    Args:
+        name: Name of the encoder's input: `input_ids`, `input_features` or `input_values`.
+        encoder: int64 ids `[N, S]`, or float32 features `[N, …]`.
+        encoder_mask: int64 `[N, S]`, 1 where the encoder reads something real; None where it reads all.
+        decoder_input_ids: int64 `[N, T]`.
+        decoder_mask: int64 `[N, T]`, 1 for real ones.
+        labels: int64 `[N, T]`: what the decoder must say after each; -100 within the prompt and in padding.
+    """
+
+    name: str
+    encoder: Tensor
+    encoder_mask: Tensor | None
+    decoder_input_ids: Tensor
+    decoder_mask: Tensor
+    labels: Tensor
+
+    def rows(self) -> dict[str, Tensor]:
+        """Keyword arguments of the model's forward, labels left out."""
+        rows = {
+            self.name: self.encoder,
+            "decoder_input_ids": self.decoder_input_ids,
+            "decoder_attention_mask": self.decoder_mask,
+        }
+        return rows if self.encoder_mask is None else rows | {"attention_mask": self.encoder_mask}
+
+    @property
+    def target_tokens(self) -> int:
+        """Targets that carry loss."""
+        return int((self.labels != IGNORE_INDEX).sum())
+
+
+def is_audio(config: Mapping[str, Any]) -> bool:
+    """Whether an encoder-decoder hears, by its raw config."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES as SPEECH
+
+    return config.get("model_type") in SPEECH
+
+
+class PairEncoder:
+    """Encodes pairs for one model.
+
+    Args:
+        tokenizer: Of the model.
+        config: Its raw config.
+        options: Languages, task, prefix.
+        generation: Its raw generation config.
+        extractor: Its feature extractor, for a model that hears.
+        name: The model, for messages.
+
+    Attributes:
+        prompt: Ids that every target begins with and that are given to the decoder.
+        cut: Sources longer than the model takes, cut as its processor does.
+        resampled: Recordings of another sampling rate.
+        silent: Recordings of nothing but zeros.
+
+    Raises:
+        UsageError: A language or task that the tokenizer does not have, or that must be named.
+        DataError: The config does not say how the decoder starts.
+
+    Example:
+        >>> encoder = PairEncoder(tokenizer, config, PairOptions())  # doctest: +SKIP
+        >>> batch = encoder.collate([encoder.encode(pair) for pair in pairs])  # doctest: +SKIP
+        >>> loss = model(**batch.rows(), labels=batch.labels).loss  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        config: Mapping[str, Any],
+        options: PairOptions,
+        generation: Mapping[str, Any] | None = None,
+        extractor: Any = None,
+        name: str = "model",
+    ) -> None:
+        self.tokenizer, self.options, self.extractor, self.name = tokenizer, options, extractor, name
+        self.known, self.generation = known_config(config), generation or {}
+        self.model_type, self.audio = str(config.get("model_type")), is_audio(config)
+        self.cut = self.resampled = self.silent = 0
+        if self.audio and extractor is None:
+            raise DataError(
+                "no feature extractor",
+                where=name,
+                fix="copy the original's preprocessor_config.json beside it",
+            )
+        self.prompt = decoder_prompt(tokenizer, self.known, self.generation, options, name)
+        self.source_limit = self._limit(SOURCE_LIMITS, tokenizer.model_max_length)
+        self.target_limit = self._limit(TARGET_LIMITS, NO_LIMIT)
+
+    def _limit(self, keys: Sequence[str], own: int) -> int | None:
+        found = [n for key in keys if isinstance(n := getattr(self.known, key, None), int)][:1]
+        limits = [n for n in (*found, own) if 0 < n < NO_LIMIT]
+        return min(limits, default=None)
+
+    def encode(self, pair: Pair) -> Example:
+        """One pair as the model reads it.
+
+        Raises:
+            DataError: A recording that cannot be read, a target longer than the decoder takes, another
+                model's tokenizer.
+        """
+        source = self._heard(pair) if isinstance(pair.source, Audio) else self._read(pair.source, pair.place)
+        decoder, prompt = self._decoder(pair)
+        if self.target_limit is not None and len(decoder) - 1 > self.target_limit:
+            raise DataError(
+                f"the target needs {len(decoder) - 1} positions, the decoder has {self.target_limit}",
+                where=pair.place,
+                fix="split the example, or leave it out",
+            )
+        self._check_ids(decoder, pair.place)
+        return Example(source, decoder, prompt, pair.place, pair.target or "")
+
+    def _read(self, text: str, place: str) -> np.ndarray:
+        text = self.options.source_prefix + text
+        ids = self.tokenizer(text, verbose=False)["input_ids"]
+        if self.source_limit is not None and len(ids) > self.source_limit:
+            self.cut += 1
+            ids = self.tokenizer(text, truncation=True, max_length=self.source_limit)["input_ids"]
+        found = np.array(ids, dtype=np.int32)
+        self._check_ids(found, place)
+        return found
+
+    def _check_ids(self, ids: np.ndarray, place: str) -> None:
+        size = getattr(self.known, "vocab_size", None)
+        if isinstance(size, int) and ids.max(initial=0) >= size:
+            raise DataError(
+                f"the tokenizer gives id {ids.max()}, the model has {size} embeddings",
+                where=place,
+                fix="use the tokenizer the model was trained with",
+            )
+
+    def _heard(self, pair: Pair) -> np.ndarray:
+        assert isinstance(pair.source, Audio)
+        rate = int(self.extractor.sampling_rate)
+        samples, own = pair.source.load(rate)
+        self.resampled += own != rate
+        self.silent += not samples.any()
+        longest = getattr(self.extractor, "n_samples", None)
+        self.cut += isinstance(longest, int) and len(samples) > longest
+        try:
+            features = self.extractor(samples, sampling_rate=rate, return_tensors="np")
+        except Exception as error:  # of the extractor's own code
+            raise DataError(f"no features ({reason(error)})", where=pair.place) from error
+        return np.asarray(features[self._input_name()][0], dtype=np.float32)
+
+    def _input_name(self) -> str:
+        return str(self.extractor.model_input_names[0]) if self.audio else "input_ids"
+
+    def _target_ids(self, text: str) -> list[int]:
+        """Labels of a target: its own prompt, the text, the end."""
+        end = self.end
+        if self.model_type == WHISPER:
+            # Whisper writes a space before the first word.
+            ids = self.tokenizer(f" {text.strip()}", add_special_tokens=False, verbose=False)["input_ids"]
+            return [*self.prompt[1:], *ids, *([] if end is None else [end])]
+        ids = list(self.tokenizer(text_target=text, verbose=False)["input_ids"])
+        return ids if end is None or end in ids[-2:] else [*ids, int(end)]
+
+    def _decoder(self, pair: Pair) -> tuple[np.ndarray, int]:
+        """Ids of the decoder with their prompt's length."""
+        if pair.target_ids is not None:
+            ids = [*self.prompt, *pair.target_ids]
+        else:
+            labels = self._target_ids(pair.target or "")
+            wrapped = self.model_type in WRAPPED
+            ids = [labels[-1] if wrapped else self.prompt[0], *labels]
+        same = 0
+        while same < min(len(self.prompt), len(ids)) and ids[same] == self.prompt[same]:
+            same += 1
+        return np.array(ids, dtype=np.int32), max(1, same)
+
+    def collate(self, examples: Sequence[Example]) -> ExampleSet:
+        """Examples as one batch."""
+        name = self._input_name()
+        encoder, real_inputs = pad_encoder([e.encoder for e in examples], self.pad)
+        mask = None if self.model_type in UNMASKED else real_inputs
+        width = max(len(e.decoder) for e in examples) - 1
+        inputs = torch.full((len(examples), width), self.pad)
+        labels = torch.full((len(examples), width), IGNORE_INDEX)
+        real = torch.zeros((len(examples), width), dtype=torch.long)
+        for row, example in enumerate(examples):
+            ids = torch.from_numpy(example.decoder).long()
+            n, first = len(ids) - 1, example.prompt - 1
+            inputs[row, :n], labels[row, first:n], real[row, :n] = ids[:-1], ids[first + 1 :], 1
+        return ExampleSet(name, encoder, mask, inputs, real, labels)
+
+    @property
+    def pad(self) -> int:
+        """The id of padding."""
+        pad = getattr(self.known, "pad_token_id", None)
+        return pad if isinstance(pad, int) else int(self.tokenizer.pad_token_id or 0)
+
+    @property
+    def end(self) -> int | None:
+        """The id that ends a target."""
+        return self.tokenizer.eos_token_id
+
+    def report(self) -> list[str]:
+        """What the user should know of what has been encoded so far."""
+        counts = (
+            (self.cut, "longer than the model takes, cut as its processor does (the targets are not)"),
+            (
+                self.resampled,
+                f"of another sampling rate, brought to {getattr(self.extractor, 'sampling_rate', 0)} Hz",
+            ),
+            (self.silent, "of silence"),
+        )
+        kind = "recordings" if self.audio else "sources"
+        return [f"{count:,} {kind} {what}" for count, what in counts if count]
+
+
+def pad_encoder(items: Sequence[np.ndarray], pad: int = 0) -> tuple[Tensor, Tensor]:
+    """What encoders read, padded on the right to one length, and its mask.
+
+    Args:
+        items: int ids `[S]`; or float features or samples, of which the axes that differ are padded with zeros.
+        pad: Id of padding.
+
+    Returns:
+        `[N, …]` int64 or float32, and int64 `[N, S]` (S: the axis that is padded; of equal features, the last).
+    """
+    shape = np.max([item.shape for item in items], axis=0)
+    ids = items[0].dtype.kind == "i"
+    out = np.full((len(items), *shape), pad if ids else 0, dtype=np.int64 if ids else np.float32)
+    differing = [axis for axis in range(len(shape)) if len({item.shape[axis] for item in items}) > 1]
+    axis = differing[0] if differing else len(shape) - 1
+    mask = np.zeros((len(items), int(shape[axis])), dtype=np.int64)
+    for row, item in enumerate(items):
+        part: Any = (row, *map(slice, item.shape))
+        out[part] = item
+        mask[row, : item.shape[axis]] = 1
+    return torch.from_numpy(out), torch.from_numpy(mask)
+
+
+def open_encoder(
+    path: str | Path, options: PairOptions, trust_remote_code: bool = False, tokenizer: Any = None
+) -> PairEncoder:
+    """The encoder of pairs of a model in a folder or on the Hub.
+
+    Args:
+        path: The model.
+        options: How pairs are read.
+        trust_remote_code: Run code that the folder brings along.
+        tokenizer: Its tokenizer, where it has been loaded.
+
+    Raises:
+        CheckpointError: Config, tokenizer or feature extractor cannot be loaded.
+        UsageError, DataError: As `PairEncoder`.
+    """
+    raw = load_config_json(path)
+    tokenizer = tokenizer or load_tokenizer(path, trust_remote_code)
+    extractor = _load_extractor(path, trust_remote_code) if is_audio(raw) else None
+    return PairEncoder(tokenizer, raw, options, _generation_config(path), extractor, str(path))
+
+
+def _load_extractor(path: str | Path, trust_remote_code: bool) -> Any:
+    from transformers import AutoFeatureExtractor
+
+    try:
+        return AutoFeatureExtractor.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except Exception as error:  # of transformers and the Hub's client
+        raise CheckpointError(
+            f"its feature extractor cannot be loaded ({reason(error)})",
+            where=path,
+            fix="copy the original model's preprocessor_config.json beside the weights",
+        ) from error
+
+
+def _generation_config(path: str | Path) -> dict[str, Any]:
+    """The raw generation config; empty where there is none."""
+    from transformers import GenerationConfig
+
+    try:
+        return dict(GenerationConfig.from_pretrained(path).to_dict())
+    except OSError:
+        return {}
+
+
+def encode_pairs(encoder: PairEncoder, pairs: Iterable[Pair]) -> Iterator[Example]:
+    """The examples of some pairs, in order."""
+    return map(encoder.encode, pairs)

@@ -1,0 +1,352 @@
+"""Pairs and recordings: read from every container, encoded as each family of models reads them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+import soundfile
+import torch
+from seq2seq_models import RATE, audio_folder, saved, saved_whisper, tone
+from transformers import AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
+
+from mha2gqa.data.audio import Audio, to_audio
+from mha2gqa.data.generation import generate_ids, with_targets
+from mha2gqa.data.pairs import Pair, PairOptions, PairSource
+from mha2gqa.data.seq2seq import PairEncoder, open_encoder, pad_encoder
+from mha2gqa.errors import DataError, UsageError
+
+ROWS = [{"source": "w1 w2 w3", "target": "w4 w5"}, {"source": "w6", "target": "w7 w8 w9"}]
+PAIRS = [Pair(r["source"], r["target"], f"p:{i}") for i, r in enumerate(ROWS)]
+
+
+def contents(data: Any, **options: Any) -> list[tuple[Any, Any]]:
+    source = PairSource(data, audio=False, **options)
+    found = [(p.source, p.target) for p in source]
+    assert [(p.source, p.target) for p in source] == found
+    return found
+
+
+# --- reading -------------------------------------------------------------------------------------------
+
+RIGHT = [(r["source"], r["target"]) for r in ROWS]
+
+
+def test_pairs_from_every_table_and_value(tmp_path: Path) -> None:
+    import datasets
+
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(r) + "\n" for r in ROWS))
+    (tmp_path / "b.csv").write_text(
+        "source,target\n" + "".join(f"{r['source']},{r['target']}\n" for r in ROWS)
+    )
+    table = pyarrow.Table.from_pylist(ROWS)
+    pyarrow.parquet.write_table(table, tmp_path / "c.parquet")
+    frame = datasets.Dataset.from_list(ROWS)
+    frame.save_to_disk(str(tmp_path / "d"))
+    for data in (*sorted(tmp_path.iterdir()), ROWS, iter(ROWS), RIGHT, PAIRS, frame):
+        assert contents(data) == RIGHT, data
+    renamed = [{"en": r["source"], "de": r["target"]} for r in ROWS]
+    assert contents(renamed, source_column="en", target_column="de") == RIGHT
+    nested = [{"translation": row} for row in renamed]
+    assert contents(nested, source_column="translation.en", target_column="translation.de") == RIGHT
+
+
+def test_text_alone_is_enough_where_the_model_writes_the_targets(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "w1"}\n{"text": ""}\n{"text": "w2"}\n')
+    source = PairSource(tmp_path / "a.jsonl", audio=False, targets=False)
+    assert [(p.source, p.target) for p in source] == [("w1", None), ("w2", None)] and source.empty == 1
+    assert contents(["w1 w2", "w3 w4"], targets=False) == [("w1 w2", None), ("w3 w4", None)]
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (
+            [{"text": "w1"}],
+            r"no column 'source' or 'target'; the columns are text; .*needs the columns source and",
+        ),
+        ([{"source": "w1"}], r"no column 'target'; the columns are source; .*--targets generate"),
+        (["w1 w2", "w3 w4"], "plain text is no pair"),
+        (
+            [{"source": "", "target": "w1"}, {"source": "w1", "target": " "}],
+            "all its 2 rows lack a source or",
+        ),
+        ([{"source": 3, "target": "w1"}], "column 'source' holds a int, not text"),
+        ([("w1", "w2", "w3")], "plain text is no pair"),
+    ],
+)
+def test_what_is_no_pair(data: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        list(PairSource(data, audio=False))
+
+
+def test_plain_text_for_an_encoder_decoder(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("w1")
+    with pytest.raises(
+        DataError, match=r"a.txt: plain text is no pair; an encoder-decoder needs the columns"
+    ):
+        list(PairSource(tmp_path / "a.txt", audio=False))
+
+
+# --- recordings ----------------------------------------------------------------------------------------
+
+
+def test_audio_folders(tmp_path: Path) -> None:
+    for column in ("text", "transcription", "sentence"):
+        folder = audio_folder(tmp_path / column, ["w1 w2", "", "w3"], column)
+        source = PairSource(folder, audio=True)
+        found = list(source)
+        assert [p.target for p in found] == ["w1 w2", "w3"] and source.empty == 1 and not source.warnings
+        assert all(isinstance(p.source, Audio) and p.source.path for p in found)
+    alone = PairSource(tmp_path / "text" / "a0.wav", audio=True, targets=False)
+    assert [p.target for p in alone] == [None]
+    (tmp_path / "text" / "metadata.csv").unlink()
+    assert len(list(PairSource(tmp_path / "text", audio=True, targets=False))) == 3
+    with pytest.raises(DataError, match=r"recordings without transcripts; add metadata\.csv"):
+        list(PairSource(tmp_path / "text", audio=True))
+
+
+def test_recordings_in_columns(tmp_path: Path) -> None:
+    import datasets
+
+    folder = audio_folder(tmp_path / "a", ["w1"])
+    data = (folder / "a0.wav").read_bytes()
+    right = soundfile.read(folder / "a0.wav", dtype="float32")[0]
+    rows = [{"audio": {"bytes": data, "path": None}, "text": "w1"}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    (tmp_path / "b.jsonl").write_text(json.dumps({"audio": "a/a0.wav", "text": "w1"}))
+    hub = datasets.Dataset.from_list(rows).cast_column("audio", datasets.Audio())
+    hub.save_to_disk(str(tmp_path / "saved"))
+    decoded = [{"audio": {"array": right, "sampling_rate": RATE}, "text": "w1"}]
+    for given in (tmp_path / "a.parquet", tmp_path / "b.jsonl", tmp_path / "saved", rows, decoded, hub):
+        (pair,) = PairSource(given, audio=True)
+        assert isinstance(pair.source, Audio) and pair.target == "w1"
+        np.testing.assert_array_equal(pair.source.load(RATE)[0], right)
+
+
+@pytest.mark.parametrize("rate", [8_000, 22_050, 44_100, 48_000])
+@pytest.mark.parametrize("kind", ["wav", "flac"])
+def test_another_rate_is_brought_to_the_models(tmp_path: Path, rate: int, kind: str) -> None:
+    stereo = np.stack([tone(0.5, rate=rate), -0.5 * tone(0.5, rate=rate)], axis=1)
+    soundfile.write(tmp_path / f"a.{kind}", stereo, rate)
+    samples, own = to_audio(str(tmp_path / f"a.{kind}"), "a:1").load(RATE)
+    assert own == rate and samples.dtype == np.float32 and abs(len(samples) - RATE // 2) <= 1
+    right = 0.25 * tone(0.5)  # the mean of both channels
+    inner = slice(400, 7600)
+    assert np.abs(samples[: RATE // 2][inner] - right[: len(samples)][inner]).max() < 2e-3
+
+
+def test_recordings_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "text.wav").write_text("not sound")
+    soundfile.write(tmp_path / "empty.wav", np.zeros(0, dtype=np.float32), RATE)
+    for name, message in (
+        ("text.wav", r"a:1: not a recording that can be read \(.*\); convert it to WAV or FLAC"),
+        ("empty.wav", "a:1: a recording of no samples"),
+    ):
+        with pytest.raises(DataError, match=message):
+            to_audio(name, "a:1", tmp_path).load(RATE)
+        with pytest.raises(DataError, match=message):
+            to_audio(name, "a:1", tmp_path).check()
+    with pytest.raises(DataError, match=r"a:1: no such recording: none.wav"):
+        to_audio("none.wav", "a:1", tmp_path)
+    with pytest.raises(DataError, match="a int is no recording"):
+        to_audio(3, "a:1")
+    soundfile.write(tmp_path / "low.wav", tone(0.1, rate=8000), 8000)
+    for module, name in (("soundfile", "low.wav"), ("scipy.signal", "low.wav")):
+        monkeypatch.setitem(sys.modules, module, None)
+        with pytest.raises(
+            UsageError, match=rf"{module.split('.')[0]}.* is not installed; run pip install 'mha2gqa.audio.'"
+        ):
+            to_audio(name, "a:1", tmp_path).load(RATE)
+        monkeypatch.undo()
+
+
+# --- encoding ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    made = {kind: saved(root / kind, kind) for kind in ("marian", "t5", "bart")}
+    return made | {"whisper": saved_whisper(root / "whisper"), "many": saved_whisper(root / "many", True)}
+
+
+def examples_of(
+    folder: Path, tmp_path: Path, options: PairOptions | None = None
+) -> tuple[PairEncoder, list[Any]]:
+    encoder = open_encoder(folder, options or PairOptions())
+    pairs: Any = PAIRS
+    if encoder.audio:
+        pairs = PairSource(audio_folder(tmp_path / "audio", ["w4 w5", "w7 w8 w9"]), audio=True)
+    return encoder, [encoder.encode(pair) for pair in pairs]
+
+
+def load(folder: Path) -> Any:
+    kind = (
+        AutoModelForSpeechSeq2Seq if (folder / "preprocessor_config.json").exists() else AutoModelForSeq2SeqLM
+    )
+    return kind.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@pytest.mark.parametrize("kind", ["marian", "t5", "bart", "whisper"])
+@torch.no_grad()
+def test_padding_changes_nothing(models: dict[str, Path], tmp_path: Path, kind: str) -> None:
+    """Each example alone gives the logits that it gives in a padded batch, and masks say what is real."""
+    encoder, examples = examples_of(models[kind], tmp_path)
+    model, batch = load(models[kind]), encoder.collate(examples)
+    together = model(**batch.rows()).logits
+    for row, example in enumerate(examples):
+        one = encoder.collate([example])
+        n = one.decoder_input_ids.shape[1]
+        alone = model(**one.rows()).logits[0]
+        torch.testing.assert_close(together[row, :n], alone, atol=1e-4, rtol=1e-4)
+        assert batch.decoder_mask[row].tolist() == [1] * n + [0] * (batch.decoder_mask.shape[1] - n)
+        if batch.encoder_mask is not None:
+            assert int(batch.encoder_mask[row].sum()) == len(example.encoder)
+    assert (batch.encoder_mask is None) == (kind == "whisper")
+    loss = model(**batch.rows(), labels=batch.labels).loss
+    chosen = batch.labels != -100
+    nll = torch.nn.functional.cross_entropy(together[chosen], batch.labels[chosen])
+    torch.testing.assert_close(loss, nll, atol=1e-5, rtol=1e-5)
+    assert batch.target_tokens == int(chosen.sum()) == 2 + 3 + 2  # the words and an end each
+
+
+def test_targets_follow_the_models_own_labels(models: dict[str, Path], tmp_path: Path) -> None:
+    """What the decoder reads is what transformers makes of the labels."""
+    for kind in ("marian", "t5", "bart"):
+        encoder, examples = examples_of(models[kind], tmp_path)
+        model, batch = load(models[kind]), encoder.collate(examples)
+        own = model.prepare_decoder_input_ids_from_labels(batch.labels)
+        assert torch.equal(own[batch.decoder_mask == 1], batch.decoder_input_ids[batch.decoder_mask == 1])
+
+
+def test_the_prompt_of_whisper(models: dict[str, Path], tmp_path: Path) -> None:
+    encoder, examples = examples_of(models["whisper"], tmp_path)
+    ids = encoder.tokenizer.convert_tokens_to_ids
+    assert encoder.prompt == ids(["<|startoftranscript|>", "<|notimestamps|>"])
+    assert (
+        examples[0].decoder.tolist() == [*encoder.prompt, *ids(["w4", "w5"]), 1] and examples[0].prompt == 2
+    )
+    assert examples[0].encoder.shape == (16, 200)
+    many = open_encoder(models["many"], PairOptions(source_language="German", task="translate"))
+    assert many.prompt == ids(["<|startoftranscript|>", "<|de|>", "<|translate|>", "<|notimestamps|>"])
+    for options, message in (
+        (PairOptions(), "needs the language that is spoken; name it with --source-lang"),
+        (PairOptions(source_language="xx"), "--source-lang xx: is no language of Whisper; codes are af"),
+        (PairOptions(source_language="fr"), r"has no token <\|fr\|>"),
+        (PairOptions(source_language="en", task="sing"), "--task sing: must be transcribe or translate"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            open_encoder(models["many"], options)
+    with pytest.raises(UsageError, match="transcribes English only"):
+        open_encoder(models["whisper"], PairOptions(source_language="de"))
+
+
+def test_languages_of_translation_models(models: dict[str, Path]) -> None:
+    from transformers import AutoTokenizer
+
+    class Nllb:
+        """The parts of a tokenizer with languages that are used: codes before the text, `src_lang`, `tgt_lang`."""
+
+        src_lang, tgt_lang, eos_token_id, pad_token_id, unk_token_id = "eng_Latn", None, 1, 0, 2
+        model_max_length = 64
+        ids = {"eng_Latn": 10, "deu_Latn": 11}  # noqa: RUF012
+
+        def convert_tokens_to_ids(self, token: str) -> int:
+            return self.ids.get(token, 2)
+
+        def get_added_vocab(self) -> dict[str, int]:
+            return self.ids
+
+        def __call__(
+            self, text: str | None = None, text_target: str | None = None, **_: Any
+        ) -> dict[str, list[int]]:
+            code = self.src_lang if text_target is None else str(self.tgt_lang)
+            words = (text if text_target is None else text_target) or ""
+            return {"input_ids": [self.ids[code], *(20 + len(w) for w in words.split()), 1]}
+
+    raw = json.loads((models["marian"] / "config.json").read_text()) | {"model_type": "m2m_100"}
+    options = PairOptions(target_language="deu_Latn")
+    encoder = PairEncoder(Nllb(), raw | {"decoder_start_token_id": 1}, options)  # type: ignore[arg-type]
+    example = encoder.encode(Pair("a bb", "ccc", "p:1"))
+    assert encoder.prompt == [1, 11] and example.decoder.tolist() == [1, 11, 23, 1] and example.prompt == 2
+    assert example.encoder.tolist() == [10, 21, 22, 1]
+    with pytest.raises(UsageError, match="needs the language of the targets; name it with --target-lang"):
+        PairEncoder(Nllb(), raw, PairOptions())  # type: ignore[arg-type]
+    with pytest.raises(
+        UsageError, match="--target-lang: the tokenizer of model has no token xxx_Latn; it has deu_Latn"
+    ):
+        PairEncoder(Nllb(), raw, PairOptions(target_language="xxx_Latn"))  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="knows no languages"):
+        PairEncoder(AutoTokenizer.from_pretrained(models["marian"]), raw, options)
+
+
+def test_long_sources_are_cut_and_long_targets_refused(models: dict[str, Path], tmp_path: Path) -> None:
+    encoder = open_encoder(models["marian"], PairOptions())
+    assert encoder.source_limit == encoder.target_limit == 128
+    example = encoder.encode(Pair("w1 " * 300, "w2", "p:1"))
+    assert len(example.encoder) == 128 and encoder.cut == 1
+    assert encoder.report() == [
+        "1 sources longer than the model takes, cut as its processor does (the targets are not)"
+    ]
+    with pytest.raises(DataError, match="p:2: the target needs 301 positions, the decoder has 128"):
+        encoder.encode(Pair("w1", "w2 " * 300, "p:2"))
+    whisper = open_encoder(models["whisper"], PairOptions())
+    soundfile.write(tmp_path / "long.wav", np.zeros(5 * 8000, dtype=np.float32), 8000)
+    whisper.encode(Pair(Audio("a", tmp_path / "long.wav"), "w1", "a"))
+    assert (whisper.cut, whisper.resampled, whisper.silent) == (1, 1, 1)
+    assert "1 recordings of another sampling rate, brought to 16000 Hz" in whisper.report()
+
+
+def test_features_of_several_lengths_are_padded() -> None:
+    features = [np.ones((3, 2), dtype=np.float32), np.ones((5, 2), dtype=np.float32)]
+    x, mask = pad_encoder(features)
+    assert x.shape == (2, 5, 2) and mask.tolist() == [[1, 1, 1, 0, 0], [1] * 5] and float(x[0, 3:].sum()) == 0
+    samples = [np.ones(4, dtype=np.float32), np.ones(2, dtype=np.float32)]
+    assert pad_encoder(samples)[1].tolist() == [[1] * 4, [1, 1, 0, 0]]
+    assert pad_encoder([np.array([5, 6], dtype=np.int32), np.array([7], dtype=np.int32)], 9)[0].tolist() == [
+        [5, 6],
+        [7, 9],
+    ]
+
+
+# --- generation ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["marian", "t5", "whisper"])
+@torch.no_grad()
+def test_greedy_text_is_the_likeliest_next_token(models: dict[str, Path], tmp_path: Path, kind: str) -> None:
+    encoder, examples = examples_of(models[kind], tmp_path)
+    model = load(models[kind])
+    written = list(generate_ids(model, encoder, examples, max_new_tokens=6))
+    for example, ids in zip(examples, written, strict=True):
+        row = encoder.collate([example])
+        inputs = {k: v for k, v in row.rows().items() if not k.startswith("decoder_")}
+        expected = list(encoder.prompt)
+        while len(expected) < 6 + len(encoder.prompt) and expected[-1] != 1:
+            logits = model(**inputs, decoder_input_ids=torch.tensor([expected])).logits[0, -1]
+            expected.append(int(logits.argmax()))
+        while len(expected) > 1 and expected[-1] == 0:  # a random T5 may end in padding
+            expected.pop()
+        assert ids == expected[len(encoder.prompt) :]
+    wide = list(generate_ids(model, encoder, examples, beams=3, max_new_tokens=6, batch_size=1))
+    assert len(wide) == len(examples)
+
+
+def test_a_model_writes_the_targets(models: dict[str, Path], tmp_path: Path) -> None:
+    folder = audio_folder(tmp_path / "audio", ["w1", "w2"])
+    for kind, data in (("marian", ["w1 w2", "w3 w4"]), ("whisper", folder)):
+        encoder = open_encoder(models[kind], PairOptions(targets="generate"))
+        model = load(models[kind])
+        pairs = list(with_targets(model, encoder, encoder.options.open(data, encoder.audio)))
+        assert pairs and all(pair.target and pair.target_ids for pair in pairs)
+        for pair in pairs:
+            example = encoder.encode(pair)
+            assert example.decoder.tolist() == [*encoder.prompt, *(pair.target_ids or ())]
+            assert example.prompt == len(encoder.prompt)

@@ -356,7 +356,7 @@ def expand(
     )
 
 
-# --- RoPE planes ---------------------------------------------------------------------------------------
+# --- rotary pairs --------------------------------------------------------------------------------------
 
 
 def rotary_pair_index(position: str, rotary: int, head_dim: int) -> tuple[list[int], list[int], list[int]]:
@@ -368,7 +368,7 @@ def rotary_pair_index(position: str, rotary: int, head_dim: int) -> tuple[list[i
         head_dim: Width d.
 
     Returns:
-        `(first, second, rest)`: plane j is spanned by `first[j]` and `second[j]`; `rest` is not rotated.
+        `(first, second, rest)`: rotary pair j is `first[j]` and `second[j]`; `rest` is not rotated.
     """
     half = rotary // 2
     if position == "interleaved":
@@ -376,20 +376,6 @@ def rotary_pair_index(position: str, rotary: int, head_dim: int) -> tuple[list[i
     else:
         first, second = list(range(half)), list(range(half, 2 * half))
     return first, second, list(range(2 * half, head_dim))
-
-
-def to_planes(x: Tensor, first: Sequence[int], second: Sequence[int]) -> Tensor:
-    """Rotary dims of `[heads, d, …]` as complex planes `[heads, P, …]`."""
-    return torch.complex(x[:, list(first)].contiguous(), x[:, list(second)].contiguous())
-
-
-def from_planes(
-    planes: Tensor, rest: Tensor, first: Sequence[int], second: Sequence[int], rest_index: Sequence[int]
-) -> Tensor:
-    """Inverse of `to_planes`: complex `[heads, P, …]` and real rest `[heads, R, …]` -> `[heads, d, …]`."""
-    out = rest.new_empty(planes.shape[0], len(first) + len(second) + len(rest_index), *planes.shape[2:])
-    out[:, list(first)], out[:, list(second)], out[:, list(rest_index)] = planes.real, planes.imag, rest
-    return out
 
 
 def interleaved_to_half_split(x: Tensor, rotary: int) -> Tensor:

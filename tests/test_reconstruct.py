@@ -330,7 +330,13 @@ def test_too_few_blocks_and_bad_knobs_are_refused() -> None:
     with pytest.raises(DataError, match="7 blocks"):
         split_batches(blocks(7), FEW)
     assert split_batches(blocks(27), FEW) == (range(4), range(4, 6))
-    for knob in ({"learning_rate": 0.0}, {"holdout": 1.0}, {"steps": -1}, {"batch_size": 0}):
+    for knob in (
+        {"learning_rate": 0.0},
+        {"holdout": 1.0},
+        {"steps": -1},
+        {"batch_size": -1},
+        {"batch_tokens": 0},
+    ):
         with pytest.raises(UsageError, match=f"reconstruct.{next(iter(knob))}"):
             ReconstructConfig(**knob)
 

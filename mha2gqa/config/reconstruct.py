@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from ..errors import UsageError
@@ -20,7 +20,8 @@ class ReconstructConfig:
             blocks worse, they choose among stronger pulls and no refit.
         regress: Then train the module's projections on the original's output.
         steps: Optimiser steps per module.
-        batch_size: Blocks of text per step.
+        batch_tokens: Tokens of text per step, whatever the length of a block.
+        batch_size: Blocks of text per step, instead; 0 lets `batch_tokens` decide.
         learning_rate: Peak rate of Adam.
         relative: Whether the rate is a fraction of each tensor's RMS instead of absolute.
         schedule: Of the rate after warm-up, down to zero (`constant` stays).
@@ -47,7 +48,8 @@ class ReconstructConfig:
     ridge: float = 1e-3
     regress: bool = True
     steps: int = 1000
-    batch_size: int = 32
+    batch_tokens: int = 16_384
+    batch_size: int = 0
     learning_rate: float = 3e-3
     relative: bool = False
     schedule: Literal["cosine", "linear", "constant"] = "linear"
@@ -68,7 +70,8 @@ class ReconstructConfig:
         for name, good in (
             ("ridge", self.ridge > 0),
             ("steps", self.steps >= 0),
-            ("batch_size", self.batch_size >= 1),
+            ("batch_tokens", self.batch_tokens >= 1),
+            ("batch_size", self.batch_size >= 0),
             ("learning_rate", self.learning_rate > 0),
             ("warmup", 0 <= self.warmup < 1),
             ("average", 0 <= self.average <= 1),
@@ -85,3 +88,7 @@ class ReconstructConfig:
                     where=f"reconstruct.{name}",
                     fix="see its range",
                 )
+
+    def for_window(self, window: int) -> ReconstructConfig:
+        """A copy with a `batch_size`: as it is, or as many blocks of `window` tokens as `batch_tokens` holds."""
+        return replace(self, batch_size=self.batch_size or max(1, self.batch_tokens // window))

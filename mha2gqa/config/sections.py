@@ -29,7 +29,7 @@ class FitRecipe(Section):
     """Key `convert.fit`: how hard the stages after merging try.
 
     Args:
-        steps, batch_size, learning_rate, relative, schedule, warmup: Of the regression of each module.
+        steps, batch_tokens, batch_size, learning_rate, relative, schedule, warmup: Of the regression of each module.
         ridge: Pull of the refit towards the merged projection.
         refit_inputs: Refit queries, keys and values too, for the student's own inputs.
         unit: Whose output is matched: `attention` or the whole `layer`.
@@ -41,6 +41,7 @@ class FitRecipe(Section):
     """
 
     steps: int | None = None
+    batch_tokens: int | None = None
     batch_size: int | None = None
     learning_rate: float | None = None
     relative: bool | None = None

@@ -232,6 +232,7 @@ def _fit(
     teacher: Any, result: Converted, inputs: Inputs, fitted: ReconstructConfig, options: CalibrationOptions
 ) -> None:
     """Fit the merged model; errors go into the modules' reports."""
+    fitted = fitted.for_window(inputs.window)
     fitted = replace(fitted, batch_size=min(fitted.batch_size, max(1, len(inputs) // 8)))
     fits: list[LayerFit] = []
     shared = {module_key(s.module) for s in result.plan.modules if not s.unchanged}  # only these are written

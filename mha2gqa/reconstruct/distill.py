@@ -14,7 +14,7 @@ from ..architectures import AttentionSpec, find_attention_modules
 from ..calibration import Batch, Progress, module_key
 from ..config.reconstruct import ReconstructConfig
 from ..lm_head import ChunkedLogits, chunk_slices
-from .driver import split_batches
+from .driver import split_batches, window_of
 from .hidden_states import slice_rows
 from .regress import minimise, row_order
 from .train_state import autocast, float32, frozen, repeatable, trained_parameters
@@ -68,6 +68,7 @@ def distill(
     Example:
         >>> distill(teacher, student, spec, blocks[:, :-1], ReconstructConfig(distill_steps=200))  # doctest: +SKIP
     """
+    config = config.for_window(window_of(inputs))
     train, held_out = split_batches(inputs, config)
     size = config.batch_size
     seen = slice_rows(inputs, train.stop * size)

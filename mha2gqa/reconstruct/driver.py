@@ -85,7 +85,7 @@ def reconstruct(
     Example:
         >>> fits = reconstruct(teacher, student, spec, blocks[:, :-1])  # doctest: +SKIP
     """
-    config = config or ReconstructConfig()
+    config = (config or ReconstructConfig()).for_window(window_of(inputs))
     train, held_out = split_batches(inputs, config)
     inputs = slice_rows(inputs, held_out.stop * config.batch_size)
     pairs = _pairs(teacher, student, spec, student_spec or spec)
@@ -115,6 +115,12 @@ def reconstruct(
                 walk.student.advance()
                 walk.teacher.advance()
     return fits
+
+
+def window_of(inputs: Batch | Tensor) -> int:
+    """Tokens of a block (of an encoder-decoder: those the encoder reads)."""
+    rows = inputs if isinstance(inputs, Tensor) else inputs.get("input_ids", next(iter(inputs.values())))
+    return rows.shape[1]
 
 
 def split_batches(inputs: Batch | Tensor, config: ReconstructConfig) -> tuple[range, range]:

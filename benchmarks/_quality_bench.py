@@ -1,0 +1,237 @@
+"""How one row of the ledger is measured: text, conversion, uptraining, scores, and what they cost."""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import gc
+import hashlib
+import json
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from _common import write_json
+from _quality_cells import FITS, Cell, chosen_rate
+from _quality_parts import Parts, split_parts
+from _quality_rows import Shape, convert_flops, model_shape, uptrain_flops
+from _quality_scores import scores
+
+from mha2gqa.calibration.generate import generate_text
+from mha2gqa.checkpoints.loading import load_model, load_tokenizer, resolve_device
+from mha2gqa.conversion.checkpoint import convert
+from mha2gqa.data import read_documents, token_blocks
+from mha2gqa.reconstruct import ReconstructConfig
+from mha2gqa.uptraining import uptrain
+
+
+class Bench:
+    """What all rows of one process share: the parts, the original, the blocks that are scored."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.device = resolve_device(args.device)
+        self.tokenizer = load_tokenizer(args.model)
+        with locked(args.work / "parts.lock"):
+            self.parts: Parts = split_parts(
+                args.text, self.tokenizer, args.work / "parts", tuple(args.part_tokens)
+            )
+        self.blocks = {
+            "valid": token_blocks(self.tokenizer, read_documents([args.valid]), args.window),
+            "tuning": token_blocks(self.tokenizer, read_documents([self.parts.path("tuning")]), args.window),
+        }
+        if args.eval_blocks:
+            self.blocks = {name: blocks[: args.eval_blocks] for name, blocks in self.blocks.items()}
+        self.original = self.load(args.model)
+        self.shapes: dict[str, Shape] = {str(args.model): model_shape(self.original)}
+
+    def load(self, folder: str | Path) -> Any:
+        """A model in float32."""
+        return load_model(folder, dtype="float32", device=self.device).requires_grad_(False)
+
+    def shape(self, folder: str | Path) -> Shape:
+        """What a forward pass of a checkpoint costs."""
+        if str(folder) not in self.shapes:
+            self.shapes[str(folder)] = model_shape(load_model(folder, device="cpu"))
+        return self.shapes[str(folder)]
+
+    def score(self, folder: str | Path, part: str) -> dict[str, Any]:
+        """Scores of a checkpoint."""
+        model = self.original if str(folder) == str(self.args.model) else self.load(folder)
+        self.shapes[str(folder)] = model_shape(model)
+        made = scores(model, self.original, self.blocks[part])
+        del model
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        return made
+
+    # --- text ---------------------------------------------------------------------------------------
+
+    def generated(self) -> tuple[str, dict[str, Any]]:
+        """Text that the original wrote itself, once for a work folder, and what it cost."""
+        path = self.args.work / "generated.jsonl"
+        with locked(path.with_suffix(".lock")):
+            facts = generate_text(
+                self.args.model,
+                path,
+                tokens=self.args.calibration_tokens + self.args.window,
+                window=self.args.window,
+                seed=0,
+                device=str(self.device),
+            )
+        return str(path), facts
+
+    # --- conversion ---------------------------------------------------------------------------------
+
+    def converted(self, cell: Cell, rates: dict[str, float]) -> tuple[Path, dict[str, Any]]:
+        """The folder of the converted start and what it cost; made once for a work folder."""
+        used = {kind: rate for kind, rate in rates.items() if kind in ("fit", "e2e")}
+        name = f"{cell.start}-G{cell.groups}-{cell.fit}-{cell.text}-{cell.seed}-" + "-".join(
+            f"{kind}{rate:g}" for kind, rate in sorted(used.items())
+        )
+        folder = self.args.work / "converted" / name
+        cost_file = folder.with_name(f"{name}.json")  # a rate has a point in it
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with locked(folder.with_name(f"{name}.lock")):
+            if not cost_file.exists():
+                write_json(cost_file, self._convert(cell, used, folder))
+        return folder, json.loads(cost_file.read_text())
+
+    def _convert(self, cell: Cell, rates: dict[str, float], folder: Path) -> dict[str, Any]:
+        refit, reconstruct, words = FITS[cell.fit]
+        began, options, before = time.monotonic(), dict[str, Any](), 0.0
+        if cell.start != "mean" or refit:
+            text = [self.parts.path("calibration")]
+            if cell.text == "generate":
+                path, facts = self.generated()
+                text, before = [path], facts["tokens"] * self.shape(self.args.model).forward(self.args.window)
+            tokens = self.args.calibration_tokens
+            if cell.fit == "e2e":
+                tokens, text = self.args.e2e_tokens, [*text, self.parts.path("uptraining")]
+                step = ReconstructConfig().for_window(self.args.window).batch_size * self.args.window
+                words = words | {"distill_steps": tokens // step, "distill_rate": rates["e2e"]}
+            words = words | ({"learning_rate": rates["fit"]} if reconstruct else {})
+            if self.args.fit_steps is not None:
+                words |= {"steps": self.args.fit_steps}
+            options = {
+                "calibration": text,
+                "calibration_tokens": tokens,
+                "calibration_window": self.args.window,
+                "refit": refit,
+                "reconstruct": reconstruct,
+                "fit": ReconstructConfig(**words),
+                "device": str(self.device),
+            }
+        made = convert(
+            self.args.model,
+            folder,
+            cell.groups,
+            method=cell.start,
+            seed=cell.seed,
+            force=True,
+            **options,
+        )
+        return self._convert_cost(folder, made.calibration, before) | {
+            "seconds": round(time.monotonic() - began, 1)
+        }
+
+    def _convert_cost(self, folder: Path, facts: dict[str, Any], before: float) -> dict[str, Any]:
+        """Unique tokens, token visits and FLOPs of a conversion, calibration included."""
+        if not facts:
+            return {"unique_tokens": 0, "token_visits": 0, "flops": 0.0}
+        fit, window = facts.get("fit") or {}, self.args.window
+        source, student = self.shape(self.args.model), self.shape(folder)
+        unique, visits = facts.get("unique_tokens", 0), facts.get("token_visits", 0)
+        whole = fit.get("unit") == "layer"
+        flops = before + convert_flops(source, student, window, unique, visits, bool(fit), whole)
+        ends = facts.get("distilled_token_visits", 0)  # end to end, like uptraining by distillation
+        flops += uptrain_flops(student, source, ends, window)
+        return {
+            "unique_tokens": unique,
+            "token_visits": visits + ends,
+            "flops": flops,
+            "held_out": facts.get("losses", {}),
+            "stage_seconds": facts.get("seconds", {}),
+            **({"distilled": facts["distilled"]} if "distilled" in facts else {}),
+        }
+
+    # --- rows ---------------------------------------------------------------------------------------
+
+    def measure(self, cell: Cell, entries: dict[str, dict[str, Any]]) -> dict[str, Any]:
+        """Make what a cell names and score it."""
+        rates = {}
+        if cell.fit.startswith("fits") or cell.fit == "e2e":
+            rates["fit"] = chosen_rate(cell, "fit", entries)
+        if cell.fit == "e2e":
+            rates["e2e"] = chosen_rate(cell, "e2e", entries)
+        if cell.objective:
+            rates[cell.objective] = chosen_rate(cell, cell.objective, entries)
+        folder: Path = self.args.model
+        cost: dict[str, Any] = {"unique_tokens": 0, "token_visits": 0, "flops": 0.0, "seconds": 0.0}
+        if cell.start != "original":
+            folder, cost = self.converted(cell, rates)
+        if not cell.objective:
+            return cost | self.score(folder, cell.part) | {"rates": rates}
+        return self._uptrained(cell, folder, cost, rates, entries)
+
+    def _uptrained(
+        self,
+        cell: Cell,
+        folder: Path,
+        cost: dict[str, Any],
+        rates: dict[str, float],
+        entries: dict[str, dict[str, Any]],
+    ) -> dict[str, Any]:
+        student, window = self.shape(folder), self.args.window
+        teacher = self.shape(self.args.model) if cell.objective == "kd" else None
+        tokens = cell.tokens
+        if cell.equal_to:
+            left = entries[cell.equal_to]["flops"] - cost["flops"]
+            tokens = max(0, int(left / uptrain_flops(student, teacher, 1, window)))
+            if tokens < 4 * window:
+                return cost | self.score(folder, cell.part) | {"rates": rates, "uptrained_tokens": 0}
+        out = self.args.work / "uptrained" / hashlib.sha256(cell.key.encode()).hexdigest()[:16]
+        began = time.monotonic()
+        made = uptrain(
+            str(folder),
+            str(out),
+            [self.parts.path("uptraining")],
+            tokens=tokens,
+            teacher=str(self.args.model) if teacher else "none",
+            learning_rate=rates[cell.objective],
+            window=window,
+            seed=cell.seed,
+            device=str(self.device),
+            holdout=0.0,
+            save_steps=1_000_000,
+            force=True,
+        )
+        seconds = time.monotonic() - began
+        measured = self.score(out, cell.part)
+        shutil.rmtree(out)
+        budget = made.budget
+        return {
+            **cost,
+            **measured,
+            "rates": rates,
+            "uptrained_tokens": budget["tokens"],
+            "steps": budget["steps"],
+            "unique_tokens": cost["unique_tokens"] + budget["unique_tokens"],
+            "token_visits": cost["token_visits"] + budget["tokens"],
+            "flops": cost["flops"] + uptrain_flops(student, teacher, budget["tokens"], window),
+            "seconds": round(cost["seconds"] + seconds, 1),
+        }
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """One process at a time."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

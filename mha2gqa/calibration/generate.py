@@ -1,0 +1,176 @@
+"""Calibration text without a data set: documents that the original model samples itself, kept in a file."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..checkpoints.loading import (
+    free_memory,
+    load_config_json,
+    load_model,
+    load_tokenizer,
+    resolve_device,
+    weight_bytes,
+)
+from ..data.encoding import bos_id
+from ..errors import UsageError
+from ..kv_cache import known_config, kv_bytes, max_batch
+from ..progress import current
+
+MOST_ROWS = 256  # sequences sampled at a time
+RESERVE = 0.3  # of the free memory, for activations and logits
+
+
+def generate_text(
+    model: str | Path,
+    out: str | Path,
+    *,
+    tokens: int,
+    window: int = 2048,
+    seed: int = 0,
+    device: str = "auto",
+    trust_remote_code: bool = False,
+) -> dict[str, Any]:
+    """Sample documents from `model` at temperature 1, without truncation of its distribution.
+
+    A file that the same model, seed and sizes made is used again; its hash is checked.
+
+    Args:
+        model: Folder or hub id of a decoder.
+        out: The JSONL file to write (`{"text": …}` a line); `OUT.json` beside it says what made it.
+        tokens: Tokens to sample, at least.
+        window: Tokens of a document, at most.
+        seed: Of the sampling.
+        device: Where the model runs.
+        trust_remote_code: Consent to code that the model brings along.
+
+    Returns:
+        `model`, `tokens`, `documents`, `window`, `seed`, `sha256`.
+
+    Raises:
+        UsageError: An encoder-decoder, a tokenizer without a start token, or model and cache do not fit the
+            device; nothing is loaded or written.
+
+    Example:
+        >>> generate_text("llama-2-7b", "generated.jsonl", tokens=524_288)["documents"]  # doctest: +SKIP
+        1321
+    """
+    out, config = Path(out), load_config_json(model)
+    wanted = {"model": _model_id(model, config), "window": window, "seed": seed}
+    if (facts := _made_before(out, wanted, tokens)) is not None:
+        return facts
+    if getattr(known_config(config), "is_encoder_decoder", False):
+        raise UsageError(
+            f"a {config.get('model_type')} model reads text before it writes any",
+            where="--calibration generate",
+            fix="give --calibration FILE",
+        )
+    tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
+    start = bos_id(tokenizer)
+    start = tokenizer.bos_token_id if start is None else start
+    start = tokenizer.eos_token_id if start is None else start  # what stands before a packed document
+    if start is None:
+        raise UsageError(
+            "the tokenizer has no token that a text starts with",
+            where="--calibration generate",
+            fix="give --calibration FILE",
+        )
+    where = resolve_device(device)
+    rows = min(_rows(model, config, window, where), math.ceil(tokens / window))
+    running = load_model(model, device=where, trust_remote_code=trust_remote_code)
+    documents, count = [], 0
+    with _seeded(seed, where):
+        while count < tokens:
+            for ids in _sample(running, int(start), tokenizer.eos_token_id, rows, window):
+                documents.append(tokenizer.decode(ids, skip_special_tokens=True))
+                count += len(ids) + 1
+            current().report("generating", min(count, tokens), tokens, "tokens")
+    data = "".join(json.dumps({"text": text}) + "\n" for text in documents if text).encode()
+    facts = wanted | {
+        "tokens": count,
+        "documents": len(documents),
+        "sha256": hashlib.sha256(data).hexdigest(),
+    }
+    out.parent.mkdir(parents=True, exist_ok=True)
+    for path, content in ((out, data), (_facts_file(out), (json.dumps(facts, indent=1) + "\n").encode())):
+        partial = path.with_name(f"{path.name}.partial")
+        partial.write_bytes(content)
+        partial.replace(path)
+    return facts
+
+
+def _facts_file(out: Path) -> Path:
+    return out.with_name(f"{out.name}.json")
+
+
+def _model_id(model: str | Path, config: dict[str, Any]) -> str:
+    """Which model wrote a file: its config and the sizes and dates of its weights."""
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
+    for path in sorted(Path(model).glob("*.safetensors")):
+        digest.update(f"{path.name} {path.stat().st_size} {path.stat().st_mtime_ns}".encode())
+    return digest.hexdigest()[:16]
+
+
+def _made_before(out: Path, wanted: dict[str, Any], tokens: int) -> dict[str, Any] | None:
+    """The facts of a file that holds what is wanted, else None."""
+    if not (out.exists() and _facts_file(out).exists()):
+        return None
+    facts: dict[str, Any] = json.loads(_facts_file(out).read_text())
+    same = all(facts.get(name) == value for name, value in wanted.items()) and facts["tokens"] >= tokens
+    return facts if same and hashlib.sha256(out.read_bytes()).hexdigest() == facts["sha256"] else None
+
+
+def _rows(model: str | Path, config: dict[str, Any], window: int, device: torch.device) -> int:
+    """How many sequences fit beside the weights.
+
+    Raises:
+        UsageError: Not even one.
+    """
+    free, weights = free_memory(device), weight_bytes(Path(model)) or 0
+    if free is None:
+        return MOST_ROWS
+    rows = max_batch(config, memory_bytes=free, context=window, weight_bytes=weights, reserve=RESERVE)
+    if rows < 1:
+        needed = weights + kv_bytes(config, context=window)
+        raise UsageError(
+            f"the model and its KV cache need {needed / 2**30:.1f} GiB, {device} has {free / 2**30:.1f} GiB free",
+            where="--calibration generate",
+            fix="give --calibration FILE with text that any engine sampled from the model",
+        )
+    return min(rows, MOST_ROWS)
+
+
+@contextlib.contextmanager
+def _seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Random numbers of `seed` inside, the caller's afterwards."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield
+
+
+def _sample(model: Any, start: int, end: int | None, rows: int, window: int) -> Iterator[list[int]]:
+    """Ids of `rows` documents, without start and end."""
+    from transformers import GenerationConfig
+
+    sampling = GenerationConfig(
+        do_sample=True,
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        max_new_tokens=window - 1,
+        eos_token_id=end,
+        pad_token_id=start if end is None else end,
+    )
+    ids = torch.full((rows, 1), start, device=model.device)
+    with torch.no_grad():
+        made = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=sampling)
+    for row in made[:, 1:].tolist():
+        yield row[: row.index(end)] if end in row else row

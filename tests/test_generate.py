@@ -1,0 +1,76 @@
+"""Calibration text that the original samples itself."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import pico_llama, word_tokenizer
+
+from mha2gqa.assets import tiny_model_path
+from mha2gqa.calibration import generate
+from mha2gqa.calibration.generate import generate_text
+from mha2gqa.checkpoints.loading import load_config_json
+from mha2gqa.errors import UsageError
+
+
+def test_text_is_sampled_once_and_its_hash_is_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "work" / "generated.jsonl"
+    torch.manual_seed(7)
+    before = torch.rand(1)
+    torch.manual_seed(7)
+    facts = generate_text(tiny_model_path(), out, tokens=200, window=32, seed=3, device="cpu")
+    assert torch.equal(torch.rand(1), before)  # the caller's random numbers are its own
+    documents = [json.loads(line)["text"] for line in out.read_text().splitlines()]
+    assert facts["tokens"] >= 200 and len(documents) > 3 and len(set(documents)) > 3
+    first = out.read_bytes()
+    monkeypatch.setattr(generate, "load_model", lambda *_, **__: pytest.fail("sampled again"))
+    assert generate_text(tiny_model_path(), out, tokens=150, window=32, seed=3, device="cpu") == facts
+    monkeypatch.undo()
+    for changed in (lambda: out.write_text("cut"), lambda: None):  # a damaged file is made again, the same
+        changed()
+        assert generate_text(tiny_model_path(), out, tokens=200, window=32, seed=3, device="cpu") == facts
+        assert out.read_bytes() == first
+    other = generate_text(tiny_model_path(), out, tokens=200, window=32, seed=4, device="cpu")
+    assert other["sha256"] != facts["sha256"]
+
+
+@torch.no_grad()
+def test_tokens_follow_the_models_own_distribution(tmp_path: Path) -> None:
+    """No truncation and temperature 1: the first token of a document is as likely as the model says."""
+    model = pico_llama().eval()
+    wanted = model(input_ids=torch.tensor([[1]])).logits[0, -1].softmax(-1)
+    with generate._seeded(0, torch.device("cpu")):
+        rows = list(generate._sample(model, 1, None, 20_000, 2))
+    counts = torch.tensor([row[0] for row in rows]).bincount(minlength=len(wanted)) / len(rows)
+    spread = (wanted * (1 - wanted) / len(rows)).sqrt()
+    assert float(((counts - wanted) / spread.clamp_min(1e-9)).abs().max()) < 5
+
+
+def test_what_cannot_be_sampled_is_refused_before_a_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generate, "load_model", lambda *_, **__: pytest.fail("loaded"))
+    out = tmp_path / "g.jsonl"
+    monkeypatch.setattr(generate, "free_memory", lambda _: 1000)
+    with pytest.raises(UsageError, match="GiB free"):
+        generate_text(tiny_model_path(), out, tokens=100, window=32, device="cpu")
+    t5 = tmp_path / "t5"
+    t5.mkdir()
+    (t5 / "config.json").write_text(json.dumps({"model_type": "t5", "is_encoder_decoder": True}))
+    with pytest.raises(UsageError, match="t5"):
+        generate_text(t5, out, tokens=100, device="cpu")
+    bare = word_tokenizer(tmp_path / "bare")
+    (bare / "config.json").write_text(json.dumps(load_config_json(tiny_model_path())))
+    monkeypatch.setattr(generate, "load_tokenizer", lambda *_, **__: _NoStart())
+    with pytest.raises(UsageError, match="starts with"):
+        generate_text(bare, out, tokens=100, window=32, device="cpu")
+    assert list(tmp_path.glob("g*")) == []
+
+
+class _NoStart:
+    bos_token_id = eos_token_id = None

@@ -1,0 +1,212 @@
+"""The ledger of the quality bench: disjoint parts, what waits for what, resuming, scores, costs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import pico_llama
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+import _quality_cells as cells
+import quality_floor
+import quality_ledger
+from _quality_ledger import Ledger, read_lines
+from _quality_parts import NAMES, split_parts
+from _quality_scores import scores
+
+from mha2gqa.assets import tiny_model_path
+from mha2gqa.checkpoints.loading import load_tokenizer
+
+PLAN = cells.planned(16, [4, 8, 2, 1], (2_713_000, 13_565_000), [0, 1, 2])
+
+
+def write_text(path: Path, documents: int, word: str = "w") -> Path:
+    lines = (json.dumps({"text": f"{word}{i} and some more words of document {i}"}) for i in range(documents))
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def entry(cell: cells.Cell, **found: Any) -> dict[str, Any]:
+    return cell.to_dict() | {"loss": 3.0, "flops": 1e15, "wall_seconds": 10.0} | found
+
+
+def test_the_parts_are_disjoint_and_hold_what_was_asked_for(tmp_path: Path) -> None:
+    text = write_text(tmp_path / "t.jsonl", 200)
+    parts = split_parts([str(text)], load_tokenizer(tiny_model_path()), tmp_path / "parts", (300, 200))
+    found = {name: [x["text"] for x in read_lines(Path(parts.path(name)))] for name in NAMES}
+    every = [text for texts in found.values() for text in texts]
+    assert sorted(every) == sorted(x["text"] for x in read_lines(text))
+    assert 300 <= parts.facts["calibration"]["tokens"] < 340
+    assert 200 <= parts.facts["tuning"]["tokens"] < 240
+    text.unlink()  # made once
+    assert split_parts([str(text)], None, tmp_path / "parts") == parts
+
+
+def test_keys_are_unique_and_bold_cells_come_before_the_rest() -> None:
+    keys = [cell.key for cell in PLAN]
+    assert len(set(keys)) == len(keys)
+    assert keys[0] == "original/G16/seed0"
+    last_bold = max(i for i, cell in enumerate(PLAN) if cell.seed == 2)
+    assert all(cell.part == "tuning" or cell.seed or i < 60 for i, cell in enumerate(PLAN[: last_bold + 1]))
+    assert keys.index("joint/G4/fits/kd-2.71M/seed2") < keys.index("mean/G4/merged/seed0")
+    for cell in PLAN:  # what a row waits for is planned, and before it
+        if cell.waits_for:
+            assert keys.index(cell.waits_for) < keys.index(cell.key)
+
+
+def test_every_start_is_tuned_on_the_same_rates() -> None:
+    tuned: dict[tuple[str, str], list[float]] = {}
+    for cell in PLAN:
+        if cell.tunes:
+            assert cell.part == "tuning"
+            tuned.setdefault((cell.tunes, cell.start), []).append(cell.rate)
+    for kind, rates in cells.RATES.items():
+        each = [found for (k, _), found in tuned.items() if k == kind]
+        assert each and all(found == list(rates) for found in each)
+    assert {start for kind, start in tuned if kind == "kd"} == {"joint", "mean"}
+
+
+def test_a_rate_is_the_best_of_the_same_start_at_the_nearest_number_of_groups() -> None:
+    def tried(start: str, g: int, rate: float, loss: float) -> dict[str, Any]:
+        cell = cells.Cell(start, g, "fits", objective="kd", tokens=9, part="tuning", tunes="kd", rate=rate)
+        return entry(cell, loss=loss)
+
+    rows = [tried("joint", 4, 1e-3, 3.2), tried("joint", 4, 2e-3, 3.1), tried("mean", 4, 4e-3, 3.0)]
+    rows += [tried("joint", 1, 5e-4, 3.9), tried("joint", 1, 1e-3, 4.0)]
+    entries = {row["key"]: row for row in rows}
+    assert cells.chosen_rate(cells.Cell("joint", 8, "fits"), "kd", entries) == 2e-3
+    assert cells.chosen_rate(cells.Cell("joint", 1, "fits"), "kd", entries) == 5e-4
+    assert cells.chosen_rate(cells.Cell("mean", 2, "fits"), "kd", entries) == 4e-3
+    assert cells.chosen_rate(cells.Cell("align", 2, "fits"), "kd", entries) == cells.DEFAULT_RATES["kd"]
+
+
+def next_of(ledger: Ledger, plan: list[cells.Cell], left: float = 1e9) -> cells.Cell | None:
+    return quality_ledger.next_cell(plan, ledger, ledger.entries(), ledger.failed(), left)[0]
+
+
+def test_rows_wait_for_their_rates_and_for_the_row_they_are_equal_to(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "l.jsonl", tmp_path / "claims")
+    fit = cells.Cell("joint", 4, "fits", part="tuning", tunes="fit", rate=3e-3)
+    kd = cells.Cell("joint", 4, "fits", objective="kd", tokens=9, part="tuning", tunes="kd", rate=1e-3)
+    row = cells.Cell("joint", 4, "fits", objective="kd", tokens=9)
+    equal = cells.Cell("mean", 4, "merged", objective="kd", equal_to=row.key)
+    plan = [equal, row, kd, fit]
+    for cell in (fit, kd, row, equal):
+        assert next_of(ledger, plan) == cell
+        assert ledger.claim(cell.key) and not ledger.claim(cell.key)
+        if cell is not equal:
+            assert next_of(ledger, plan) is None  # another process is at it
+        ledger.add(entry(cell))
+    assert next_of(ledger, plan) is None
+    assert quality_ledger.next_cell(plan, ledger, ledger.entries(), set(), 1e9) == (None, False)
+
+
+def test_a_row_that_failed_is_left_and_tried_again_by_the_next_call(tmp_path: Path) -> None:
+    plan = [
+        cells.Cell("joint", 4, "fits", part="tuning", tunes="fit", rate=3e-3),
+        cells.Cell("joint", 4, "fits"),
+    ]
+    ledger = Ledger(tmp_path / "l.jsonl", tmp_path / "claims")
+    assert ledger.claim(plan[0].key)
+    ledger.add(plan[0].to_dict() | {"error": "out of memory"})
+    assert next_of(ledger, plan) == plan[1]  # with the default rate
+    assert next_of(Ledger(tmp_path / "l.jsonl", tmp_path / "claims2"), plan) == plan[0]
+
+
+def test_rows_that_would_end_late_are_not_started(tmp_path: Path) -> None:
+    plan = [cells.Cell("joint", 4, "e2e"), cells.Cell("mean", 4, "merged")]
+    ledger = Ledger(tmp_path / "l.jsonl", tmp_path / "claims")
+    assert next_of(ledger, plan, left=1000.0) == plan[0]
+    assert next_of(ledger, plan, left=30.0) == plan[1]
+    ledger.add(entry(cells.Cell("mean", 2, "merged"), wall_seconds=40.0))
+    assert next_of(ledger, plan, left=30.0) is None  # one like it took longer
+
+
+def test_rows_of_another_version_of_the_code_are_measured_again(tmp_path: Path) -> None:
+    path, cell = tmp_path / "l.jsonl", cells.Cell("mean", 4, "merged")
+    path.write_text(json.dumps(entry(cell) | {"code": "another"}) + "\n" + '{"key": "cut of')
+    assert Ledger(path, tmp_path / "c").entries() == {}
+    assert list(Ledger(path, tmp_path / "c", any_code=True).entries()) == [cell.key]
+    other = Ledger(tmp_path / "o.jsonl", tmp_path / "c", [path], tmp_path / "copy.jsonl", any_code=True)
+    other.add(entry(replace(cell, groups=2)))
+    assert len(other.entries()) == 2
+    assert (tmp_path / "copy.jsonl").read_text() == (tmp_path / "o.jsonl").read_text()
+
+
+@torch.no_grad()
+def test_scores_are_those_of_cross_entropy_and_of_the_divergence_written_out() -> None:
+    model, original = pico_llama(), pico_llama(num_key_value_heads=2)
+    blocks = torch.randint(0, 64, (5, 41), generator=torch.Generator().manual_seed(0))
+    found = scores(model, original, blocks, batch_tokens=80)
+    logits, wanted = (m(input_ids=blocks[:, :-1]).logits for m in (model, original))
+    each = torch.nn.functional.cross_entropy(logits.flatten(0, 1), blocks[:, 1:].flatten(), reduction="none")
+    assert found["loss"] == pytest.approx(float(each.mean()), rel=1e-6)
+    kl = torch.nn.functional.kl_div(
+        logits.log_softmax(-1).flatten(0, 1),
+        wanted.log_softmax(-1).flatten(0, 1),
+        log_target=True,
+        reduction="batchmean",
+    )
+    assert found["kl"] == pytest.approx(float(kl), rel=1e-4)
+    assert list(found["loss_by_position"]) == ["0-32", "32-40"]
+    assert found["loss_by_position"]["32-40"] == pytest.approx(
+        float(each.view(5, 40)[:, 32:].mean()), abs=1e-5
+    )
+    assert scores(original, original, blocks)["kl"] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_the_bench_measures_a_conversion_an_uptraining_and_the_same_flops(tmp_path: Path) -> None:
+    text, valid = write_text(tmp_path / "t.jsonl", 1500), write_text(tmp_path / "v.jsonl", 60, "x")
+    words = ["--model", str(tiny_model_path()), "--text", str(text), "--valid", str(valid), "--device", "cpu"]
+    words += ["--work", str(tmp_path / "w"), "--ledger", str(tmp_path / "l.jsonl"), "--window", "64"]
+    words += ["--part-tokens", "2200", "500", "--calibration-tokens", "2048", "--fit-steps", "2"]
+    args = quality_ledger.parse_args([*words, "--eval-blocks", "4"])
+    bench = quality_ledger.Bench(args)
+    row = cells.Cell("joint", 2, "refit", objective="kd", tokens=32_768)
+    merged = cells.Cell("mean", 2, "merged", objective="kd", equal_to=row.key)
+    found = bench.measure(row, {})
+    assert found["uptrained_tokens"] == 32_768 and found["unique_tokens"] <= 2048 + 32_768
+    start = bench.measure(cells.Cell("joint", 2, "refit"), {})
+    per_token = (found["flops"] - start["flops"]) / 32_768
+    assert start["flops"] > 0 and start["token_visits"] == 0
+    equal = bench.measure(merged, {row.key: found})
+    assert equal["flops"] == pytest.approx(found["flops"], abs=16_384 * per_token)  # to a step
+    line = quality_ledger.row_of(row, found, 1.0, args, bench)
+    assert line["key"] == row.key and line["rates"] == {"kd": 1e-3} and line["kl"] > 0
+
+
+def test_the_floor_goes_on_where_it_stopped() -> None:
+    tokens = torch.arange(1000).numpy().astype("uint16")
+    whole = [
+        next_ids for next_ids, _ in zip(quality_floor.batches(tokens, 4, 10, 0), range(60), strict=False)
+    ]
+    later = quality_floor.batches(tokens, 4, 10, 37)
+    assert all(torch.equal(next(later), ids) for ids in whole[37:])
+    assert torch.equal(whole[0][:, 1:], whole[0][:, :-1] + 1)
+    assert [quality_floor.rate_at(s, 1000, 1.0) for s in (0, 199, 200, 699, 700)] == [
+        0.005,
+        1.0,
+        1.0,
+        1.0,
+        1.0,
+    ]
+    assert quality_floor.rate_at(1000, 1000, 1.0) == pytest.approx(0.05)
+    assert quality_floor._without_groups(["--a", "--groups", "4", "2", "--b", "7"]) == ["--a", "--b", "7"]
+
+
+def test_the_summary_gives_gaps_to_the_original_and_to_the_original_continued() -> None:
+    original = cells.Cell("original", 16)
+    rows = [
+        entry(original, loss=3.3),
+        entry(replace(original, objective="ce", tokens=2_000_000), loss=3.25),
+        entry(cells.Cell("joint", 4, "fits", objective="kd", tokens=2_000_000), loss=3.31),
+    ]
+    lines = quality_ledger.summary({row["key"]: row for row in rows})
+    assert "+0.0100" in lines[3] and "+0.0600" in lines[3]

@@ -73,7 +73,7 @@ def test_text_gives_joint_search_refit_and_regression(source: Path, text: str, t
     seen: list[str] = []
     out = tmp_path / "out"
     result = convert(source, out, 2, **options(text), stage=lambda *x: seen.append(x[0]))
-    assert result.method == "joint" and set(seen) >= {"statistics", "grouping", "fitting"}
+    assert result.method == "joint" and set(seen) >= {"fitting"}
     loss = result.calibration["losses"]
     assert set(loss) == {"original", "merged", "fitted"}
     about = result.calibration

@@ -16,6 +16,7 @@ from mha2gqa.errors import DataError, UsageError
 from mha2gqa.reconstruct import LayerFit, ReconstructConfig, reconstruct
 from mha2gqa.reconstruct.driver import split_batches
 from mha2gqa.reconstruct.hidden_states import Stream, gather
+from mha2gqa.reconstruct.ranks import Ranks
 from mha2gqa.reconstruct.refit import refit, ridge_solution
 from mha2gqa.reconstruct.regress import rate, relative_error, row_order
 
@@ -119,67 +120,6 @@ def test_a_refit_that_only_fits_noise_is_weakened_or_dropped() -> None:
     assert torch.equal(module.weight, old.weight)
 
 
-@pytest.mark.parametrize("bias", [False, True])
-def test_refitted_inputs_undo_what_drifted(bias: bool) -> None:
-    """A planted drift, linear in the input, is found; the objective never rises; without drift nothing moves."""
-    teacher = pico_llama(attention_bias=bias)
-    student = convert_model(teacher, 2, method="joint")
-    ids = blocks(120)
-    plain = ReconstructConfig(regress=False, batch_size=4, ridge=1e-9)
-    drift = torch.eye(32) + 0.3 * torch.randn(32, 32, generator=torch.Generator().manual_seed(3))
-    old = {n: x.clone() for n, x in student.state_dict().items()}
-    for layer in student.model.layers:  # each attention module reads drift @ x
-        layer.self_attn.register_forward_pre_hook(
-            lambda m, args, kw: (args, kw | {"hidden_states": kw["hidden_states"] @ drift.T}),
-            with_kwargs=True,
-        )
-    reconstruct(teacher, student, SPEC, ids, replace(plain, refit_inputs=True))
-    attention = student.model.layers[0].self_attn
-    for name in ("q", "k", "v"):
-        want = old[f"model.layers.0.self_attn.{name}_proj.weight"]
-        made = getattr(attention, f"{name}_proj").weight @ drift
-        torch.testing.assert_close(made, want, rtol=1e-3, atol=1e-4)
-        if bias:
-            torch.testing.assert_close(
-                getattr(attention, f"{name}_proj").bias,
-                old[f"model.layers.0.self_attn.{name}_proj.bias"],
-                rtol=1e-3,
-                atol=1e-4,
-            )
-
-
-def test_without_drift_refitted_inputs_stay() -> None:
-    teacher = pico_llama()
-    student = convert_model(teacher, 2, method="joint")
-    old = {n: x.clone() for n, x in student.state_dict().items()}
-    config = ReconstructConfig(regress=False, batch_size=4, refit_inputs=True)
-    with_inputs = convert_model(teacher, 2, method="joint")
-    reconstruct(teacher, with_inputs, SPEC, blocks(120), config)
-    reconstruct(teacher, student, SPEC, blocks(120), replace(config, refit_inputs=False))
-    for name in ("q", "k", "v"):
-        key = f"model.layers.0.self_attn.{name}_proj.weight"
-        torch.testing.assert_close(with_inputs.state_dict()[key], old[key], rtol=1e-5, atol=1e-6)
-        later = key.replace("layers.0", "layers.1")  # the first layer's error is this one's drift
-        assert not torch.allclose(with_inputs.state_dict()[later], old[later], atol=1e-3)
-        module, mine = student.get_submodule(later.removesuffix(".weight")), with_inputs.state_dict()[later]
-        x, y = (layer_inputs(m, 1, blocks(120)[:112]) for m in (with_inputs, teacher))
-        before, after = (
-            (x @ w.T.double() - y @ old[later].T.double()).square().sum() for w in (old[later], mine)
-        )
-        assert after < before and module.weight.shape == mine.shape
-
-
-def layer_inputs(model: Any, layer: int, ids: torch.Tensor) -> torch.Tensor:
-    kept = {}
-    handle = model.model.layers[layer].self_attn.q_proj.register_forward_pre_hook(
-        lambda m, args: kept.update(x=args[0].detach())
-    )
-    with torch.no_grad():
-        model(input_ids=ids)
-    handle.remove()
-    return kept["x"].flatten(0, 1).double()
-
-
 def test_ridge_shrinks_to_the_merged_projection_and_survives_dead_inputs() -> None:
     gram, cross, prior = torch.zeros(4, 4), torch.zeros(4, 3), torch.randn(4, 3)
     torch.testing.assert_close(ridge_solution(gram, cross, prior, 1e-3), prior)
@@ -196,7 +136,6 @@ def test_ridge_shrinks_to_the_merged_projection_and_survives_dead_inputs() -> No
         {"inputs": "teacher"},
         {"unit": "layer"},
         {"unit": "layer", "inputs": "teacher"},
-        {"average": 0.5},
         {"relative": True, "learning_rate": 0.05},
     ],
 )
@@ -209,7 +148,9 @@ def test_regression_lowers_the_error_of_every_module(changes: dict[str, Any]) ->
     fits = reconstruct(teacher, student, SPEC, ids, config, told.append)
     assert [fit.path for fit in fits] == ["model.layers.0.self_attn", "model.layers.1.self_attn"]
     for fit in fits:
-        assert fit.refitted < fit.before and fit.after < fit.before and fit.steps == 60
+        assert fit.refitted < fit.before and fit.steps == 60
+        if config.unit == "attention":  # else the layer's output is what gets closer
+            assert fit.after < fit.before
         if config.inputs == "student" and config.unit == "attention":  # what was judged by is what is told
             assert fit.after < fit.refitted
     assert gap(teacher, student, blocks(seed=7)) < start
@@ -287,7 +228,7 @@ def test_streams_repeat_what_the_model_does(chained: bool) -> None:
     for i in range(2):
         got = stream.call(model.model.layers[1], i, before=True).rows["hidden_states"]
         torch.testing.assert_close(got, want[4 * i : 4 * i + 4])
-    calls = gather(stream, module, stream, module, True, range(2))
+    calls = gather(stream, module, lambda i: stream.call(module, i).output, stream, module)
     assert len(calls) == 8 and set(calls.rows) == {"hidden_states"}
     assert relative_error(module, calls) < 1e-10
 
@@ -355,5 +296,15 @@ def test_schedules_and_orders() -> None:
     assert rate(0, config) == pytest.approx(0.1) and rate(9, config) == 1.0 and rate(99, config) < 0.01
     assert rate(55, ReconstructConfig(steps=100, warmup=0.1, schedule="linear")) == pytest.approx(0.5)
     order = row_order(10, 4, 0)
-    first = torch.cat([next(order) for _ in range(5)])
-    assert sorted(first[:10].tolist()) == list(range(10)) and sorted(first[10:].tolist()) == list(range(10))
+    rounds = torch.cat([next(order) for _ in range(5)])
+    assert sorted(rounds.tolist()) == sorted([*range(10), *range(10)])
+
+
+def test_ranks_share_the_batches_of_one() -> None:
+    """Rows rank, rank + n, … of each batch of one process are the batch of a process of n."""
+    one, parts = row_order(24, 8, 3), [row_order(24, 8, 3, Ranks(rank, 4)) for rank in range(4)]
+    for _ in range(9):
+        whole = next(one)
+        shares = [next(part) * 4 + rank for rank, part in enumerate(parts)]
+        assert all(len(share) == 2 for share in shares)
+        assert sorted(whole.tolist()) == sorted(torch.cat(shares).tolist())

@@ -6,7 +6,19 @@ x̃_h = Σ_t a_h,t x̂_t, summed over heads without forming it per head (Σ_h (P
 and E[q qᵀ] of the queries as attention uses them.
 """
 
-from .collect import Batch, Progress, attention_instances, batches, collect, data_digest, run
+from .collect import (
+    Batch,
+    Progress,
+    attention_instances,
+    batches,
+    check_finite_moments,
+    collect,
+    data_digest,
+    model_device,
+    moment_rows,
+    moment_warnings,
+    run,
+)
 from .hooks import IMPLEMENTATION, observing
 from .second_moments import SecondMoments, Statistics, fingerprint, load_statistics, module_key, writable
 
@@ -18,11 +30,15 @@ __all__ = [
     "Statistics",
     "attention_instances",
     "batches",
+    "check_finite_moments",
     "collect",
     "data_digest",
     "fingerprint",
     "load_statistics",
+    "model_device",
     "module_key",
+    "moment_rows",
+    "moment_warnings",
     "observing",
     "run",
     "writable",

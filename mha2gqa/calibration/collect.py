@@ -13,7 +13,7 @@ from torch import Tensor
 from ..architectures import AttentionModule, AttentionSpec, find_attention_modules
 from ..errors import CheckpointError, DataError, UnsupportedModelError
 from .hooks import observing
-from .second_moments import SecondMoments, Statistics, fingerprint, module_key
+from .second_moments import Statistics, fingerprint, module_key
 
 SCORE_BYTES = {"cpu": 1 << 29, "cuda": 1 << 32}  # attention scores of one batch take about this much
 Batch = Mapping[str, Tensor]
@@ -28,18 +28,31 @@ def batches(inputs: Batch | Tensor, size: int) -> Iterator[dict[str, Tensor]]:
         yield {name: x[start : start + size] for name, x in rows.items()}
 
 
-def run(model: Any, batch: Batch) -> None:
-    """One forward pass for the sake of its hooks: no cache, logits of the last position only."""
-    device = next(model.parameters()).device
+def model_device(model: Any) -> torch.device:
+    """Where a model runs: the device of its first parameter that has been loaded."""
+    found = (p.device for p in model.parameters() if not p.is_meta)
+    return next(found, torch.device("cpu"))
+
+
+def run(model: Any, batch: Batch, device: torch.device | None = None) -> None:
+    """One forward pass for the sake of its hooks: no cache, logits of the last position only.
+
+    Args:
+        model: The model.
+        batch: Keyword tensors of its forward.
+        device: Where the batch goes; by default where the model is.
+    """
+    device = device or model_device(model)
     extra: dict[str, Any] = {"use_cache": False}
     if "logits_to_keep" in inspect.signature(model.forward).parameters:
         extra["logits_to_keep"] = 1
     model(**{name: x.to(device) for name, x in batch.items()}, **extra)
 
 
-def _batch_size(model: Any, width: int) -> int:
+def moment_rows(model: Any, width: int) -> int:
+    """Rows per pass that keep attention scores within a fixed budget."""
     text = model.config.get_text_config()
-    budget = SCORE_BYTES.get(next(model.parameters()).device.type, SCORE_BYTES["cpu"])
+    budget = SCORE_BYTES.get(model_device(model).type, SCORE_BYTES["cpu"])
     return max(1, budget // (4 * 4 * text.num_attention_heads * width * width))
 
 
@@ -97,11 +110,11 @@ def collect(
         )
     modules = find_attention_modules(spec, model.state_dict().keys())
     instances = attention_instances(model, modules)
-    size = batch_size or _batch_size(model, rows.shape[1])
+    size = batch_size or moment_rows(model, rows.shape[1])
     with observing(model, instances) as found:
         for done, batch in enumerate(batches(inputs, size), 1):
             run(model, batch)
-            _check_finite(found.values())
+            check_finite_moments(found.values())
             if progress:
                 progress(min(done * size, len(rows)), len(rows))
     out = {module_key(module): found[module.path].finish() for module in modules}
@@ -111,12 +124,14 @@ def collect(
         "window": rows.shape[1],
         "data_sha256": data_digest(inputs),
         "model": fingerprint(modules, parameters.__getitem__),
-        "notes": _notes(out, model),
+        "notes": moment_warnings(
+            [(m.mixed is not None, m.tokens, len(m.inputs) - 1) for m in out.values()], model
+        ),
     }
     return Statistics(out, about)
 
 
-def _check_finite(accumulators: Any) -> None:
+def check_finite_moments(accumulators: Any) -> None:
     """Name the first module whose sums are no longer finite."""
     sums = []
     for a in accumulators:
@@ -140,18 +155,25 @@ def data_digest(inputs: Batch | Tensor) -> str:
     return digest.hexdigest()
 
 
-def _notes(modules: Mapping[str, SecondMoments], model: Any) -> list[str]:
+def moment_warnings(seen: Sequence[tuple[bool, int, int]], model: Any) -> list[str]:
+    """What the user should know of the moments of a model's attention modules.
+
+    Args:
+        seen: For each module, whether its attention was observed, the tokens seen, and the dims of its input.
+        model: The model.
+    """
     notes = []
-    unseen = [key for key, module in modules.items() if module.mixed is None]
+    unseen = sum(not observed for observed, _, _ in seen)
     if unseen:
         notes.append(
-            f"{type(model).__name__} does not let its attention be observed ({len(unseen)} of {len(modules)} modules): "
+            f"{type(model).__name__} does not let its attention be observed ({unseen} of {len(seen)} modules): "
             "moments of plain inputs stand in for attention-averaged ones"
         )
-    short = [module for module in modules.values() if module.tokens < module.inputs.shape[0]]
+    short = [(tokens, dims) for _, tokens, dims in seen if tokens < dims + 1]
     if short:
+        tokens, dims = short[0]
         notes.append(
-            f"{short[0].tokens} calibration tokens cannot fill a moment of {short[0].inputs.shape[0] - 1} dims: at least "
-            f"{short[0].inputs.shape[0]} are needed, 100 times as many are good; unseen directions are judged by weights"
+            f"{tokens} calibration tokens cannot fill a moment of {dims} dims: at least "
+            f"{dims + 1} are needed, 100 times as many are good; unseen directions are judged by weights"
         )
     return notes

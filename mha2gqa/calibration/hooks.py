@@ -62,6 +62,19 @@ class Accumulator:
         self.tokens += len(flat)
         self.current = self.received = None
 
+    def pool(self, all_reduce: Callable[[Tensor], Tensor]) -> None:
+        """Add up the sums of all processes.
+
+        Args:
+            all_reduce: Sums a tensor over the processes, in place.
+        """
+        for x in (self.inputs, self.mixed, self.queries):
+            if x is not None:
+                all_reduce(x)
+        if self.inputs is not None:
+            counts = all_reduce(torch.tensor([self.tokens, self.read], device=self.inputs.device))
+            self.tokens, self.read = (int(n) for n in counts)
+
     def finish(self) -> SecondMoments:
         """Means over tokens."""
         if self.inputs is None:

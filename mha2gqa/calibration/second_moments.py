@@ -15,6 +15,8 @@ from torch import Tensor
 from ..architectures import AttentionModule
 from ..errors import UsageError
 
+FIELDS = ("inputs", "mixed", "queries")
+
 
 @dataclass(frozen=True)
 class SecondMoments:
@@ -36,6 +38,27 @@ class SecondMoments:
     queries: Tensor | None
     tokens: int
     cross: bool = False
+
+    def tensors(self, key: str) -> dict[str, Tensor]:
+        """These moments as named tensors of a file (symmetric matrices as triangles).
+
+        Args:
+            key: From `module_key`.
+        """
+        found = {name: getattr(self, name) for name in FIELDS}
+        packed = {f"{key}.{name}": _packed(x.cpu()) for name, x in found.items() if x is not None}
+        return packed | {f"{key}.tokens": torch.tensor([self.tokens, int(self.cross)])}
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> dict[str, SecondMoments]:
+        """By key, what `tensors` made of some modules."""
+        keys = dict.fromkeys(name.rpartition(".")[0] for name in tensors)
+        out = {}
+        for key in keys:
+            found = {n: _unpacked(tensors[f"{key}.{n}"]) for n in FIELDS if f"{key}.{n}" in tensors}
+            tokens, cross = tensors[f"{key}.tokens"].tolist()
+            out[key] = cls(found["inputs"], found.get("mixed"), found.get("queries"), tokens, bool(cross))
+        return out
 
     @property
     def query_inputs(self) -> Tensor | None:

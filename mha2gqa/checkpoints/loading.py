@@ -29,7 +29,11 @@ def resolve_device(device: str | torch.device = "auto") -> torch.device:
         UsageError: The device does not exist here.
     """
     if str(device) == "auto":
-        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+        return (
+            torch.device("cuda", torch.cuda.current_device())
+            if torch.cuda.is_available()
+            else torch.device("cpu")
+        )
     try:
         found = torch.device(device)
         torch.empty(0, device=found)
@@ -127,7 +131,7 @@ def load_model(
     raw = load_config_json(path, revision=revision)
     refuse_encoder(raw)
     register(raw)  # our own exported code runs from this package and needs no consent
-    _check_consent(raw, path, trust_remote_code)
+    check_consent(raw, path, trust_remote_code)
     device = resolve_device(device)
     dtype = resolve_dtype(dtype, device, stored_dtype(raw))
     check_memory(path, raw, dtype, device)
@@ -189,7 +193,7 @@ def loading_class(raw: Mapping[str, Any], model_class: ModelClass = "auto") -> A
     return transformers.AutoModelForCausalLM
 
 
-def _check_consent(raw: Mapping[str, Any], path: str | Path, consent: bool) -> None:
+def check_consent(raw: Mapping[str, Any], path: str | Path, consent: bool) -> None:
     from transformers import CONFIG_MAPPING
 
     known = raw.get("model_type") in CONFIG_MAPPING

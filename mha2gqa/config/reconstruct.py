@@ -14,8 +14,6 @@ class ReconstructConfig:
 
     Args:
         refit: Solve for the output projection in closed form.
-        refit_inputs: Before that, solve for the projections of queries, keys and values: they should make of
-            the student's inputs what the merged ones make of the original's.
         ridge: Pull towards the merged projection, in mean diagonals of the moment; where that makes held-out
             blocks worse, they choose among stronger pulls and no refit.
         regress: Then train the module's projections on the original's output.
@@ -31,9 +29,6 @@ class ReconstructConfig:
             feed-forward part frozen), which weighs an error by what the layer makes of it.
         inputs: What a module reads while it is fitted: the `student`'s own stream, so that it also repairs
             the drift of the layers before it, or the `teacher`'s.
-        weighting: How errors of a module's target count: `plain`, or by what they do to the original's
-            predictions (`fisher`: one backward pass of the original tells for each layer; needs unit `layer`).
-        average: Share of the last steps whose weights are averaged; 0 takes the last ones.
         holdout: Share of the blocks kept aside; the best state on them wins.
         check_every: Steps between looks at the held-out blocks.
         patience: Looks without improvement after which a module is done.
@@ -44,7 +39,6 @@ class ReconstructConfig:
     """
 
     refit: bool = True
-    refit_inputs: bool = False
     ridge: float = 1e-3
     regress: bool = True
     steps: int = 1000
@@ -57,8 +51,6 @@ class ReconstructConfig:
     betas: tuple[float, float] = (0.9, 0.99)
     unit: Literal["attention", "layer"] = "layer"
     inputs: Literal["student", "teacher"] = "student"
-    weighting: Literal["plain", "fisher"] = "plain"
-    average: float = 0.0
     holdout: float = 0.05
     check_every: int = 50
     patience: int = 6
@@ -74,13 +66,11 @@ class ReconstructConfig:
             ("batch_size", self.batch_size >= 0),
             ("learning_rate", self.learning_rate > 0),
             ("warmup", 0 <= self.warmup < 1),
-            ("average", 0 <= self.average <= 1),
             ("holdout", 0 < self.holdout < 1),
             ("check_every", self.check_every >= 1),
             ("patience", self.patience >= 1),
             ("distill_steps", self.distill_steps >= 0),
             ("distill_rate", self.distill_rate > 0),
-            ("weighting", self.weighting == "plain" or self.unit == "layer"),
         ):
             if not good:
                 raise UsageError(

@@ -31,11 +31,8 @@ class FitRecipe(Section):
     Args:
         steps, batch_tokens, batch_size, learning_rate, relative, schedule, warmup: Of the regression of each module.
         ridge: Pull of the refit towards the merged projection.
-        refit_inputs: Refit queries, keys and values too, for the student's own inputs.
         unit: Whose output is matched: `attention` or the whole `layer`.
         inputs: Whose stream a module reads meanwhile: `student` or `teacher`.
-        average: Share of the last steps whose weights are averaged.
-        weighting: How errors of a target count: `plain`, or by their effect on predictions (`fisher`).
         holdout, check_every, patience: Early stopping on blocks kept aside.
         distill_steps, distill_rate: Training of all modules together, end to end, after that.
     """
@@ -48,11 +45,8 @@ class FitRecipe(Section):
     schedule: Literal["cosine", "linear", "constant"] | None = None
     warmup: float | None = None
     ridge: float | None = None
-    refit_inputs: bool | None = None
     unit: Literal["attention", "layer"] | None = None
     inputs: Literal["student", "teacher"] | None = None
-    weighting: Literal["plain", "fisher"] | None = None
-    average: float | None = None
     holdout: float | None = None
     check_every: int | None = None
     patience: int | None = None

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +17,23 @@ from ..architectures import AttentionModule
 from ..calibration import (
     Statistics,
     attention_instances,
-    collect,
     data_digest,
     fingerprint,
     load_statistics,
     module_key,
     writable,
 )
-from ..checkpoints.loading import free_memory, load_model, load_tokenizer, resolve_device, weight_bytes
+from ..checkpoints.dtypes import torch_dtype
+from ..checkpoints.fingerprints import checkpoint_fingerprint
+from ..checkpoints.hf_config import stored_dtype
+from ..checkpoints.loading import load_model, load_tokenizer, resolve_device
 from ..checkpoints.reader import Checkpoint
+from ..checkpoints.streaming import CheckpointLayers, Layers, ResidentLayers
 from ..data import TextSource
 from ..errors import UsageError
-from ..progress import Callback, Progress, reporting
-from ..reconstruct import LayerFit, ReconstructConfig, distill, reconstruct
+from ..progress import Callback, Progress, current, reporting
+from ..reconstruct import ReconstructConfig, distill
+from ..reconstruct.hidden_states import block_paths
 from .in_memory import assemble, plan_model
 from .inputs import Inputs, calibration_inputs, held_out_loss, split_held_out
 from .options import CALIBRATED, CalibrationOptions, Stage
@@ -37,6 +41,11 @@ from .plan import ATTENTION, Groupings, ModulePlan, Plan
 from .rewrite import ModuleConverter
 from .search import grouped
 from .storing import as_stored, result_spec
+from .walk import Converted, NotAChain, Walk, fit_config
+from .work_dir import WorkDir
+
+logger = logging.getLogger("mha2gqa")
+FLOAT32_PARAMETERS = 10**9  # models up to this size are worked on in float32
 
 
 @dataclass
@@ -45,18 +54,26 @@ class Calibrated:
 
     Args:
         plan: The conversion, groupings included.
-        rewriters: One per attention module of the checkpoint.
+        converters: One per attention module of the checkpoint.
         about: Text, tokens, losses, seconds: for the result and the manifest.
         warnings: What the user should know.
+        work: Holds the finished blocks until the result is published.
     """
 
     plan: Plan
     converters: list[ModuleConverter]
     about: dict[str, Any] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
+    work: WorkDir | None = None
 
 
-def calibrate(checkpoint: Checkpoint, plan: Plan, options: CalibrationOptions) -> Calibrated:
+def calibrate(
+    checkpoint: Checkpoint,
+    plan: Plan,
+    options: CalibrationOptions,
+    out: Path | None = None,
+    force: bool = False,
+) -> Calibrated:
     """Choose groupings, merge, and fit, as far as the options and the text allow.
 
     The model is only loaded where text must run through it.
@@ -65,9 +82,11 @@ def calibrate(checkpoint: Checkpoint, plan: Plan, options: CalibrationOptions) -
         checkpoint: The source.
         plan: The conversion with neighbouring heads sharing.
         options: Text and stages.
+        out: Folder that the conversion makes: what is finished is kept beside it until then.
+        force: Start afresh where another conversion is unfinished.
 
     Returns:
-        The plan with groupings, and rewriters that give the new tensors.
+        The plan with groupings, and converters that give the new tensors.
 
     Raises:
         UsageError: Options that need text, or contradict the method.
@@ -83,7 +102,7 @@ def calibrate(checkpoint: Checkpoint, plan: Plan, options: CalibrationOptions) -
         return Calibrated(plan, _converters(plan, checkpoint.shapes, checkpoint.read, None), warnings=told)
     stored = options.statistics is not None and Path(options.statistics).exists()
     if options.texts and (fitted is not None or not stored):
-        made = _with_model(checkpoint, plan, options, fitted)
+        made = _with_model(checkpoint, plan, options, fitted, out, force)
         return replace(made, warnings=told + made.warnings)
     if options.texts:
         told.append(f"the moments in {options.statistics} are used: calibration text is not read")
@@ -130,24 +149,6 @@ def _check_owner(statistics: Statistics, plan: Plan, read: Callable[[str], Tenso
 # --- in memory -----------------------------------------------------------------------------------------
 
 
-@dataclass
-class Converted:
-    """A model converted in memory.
-
-    Args:
-        model: The result.
-        plan: How, in the names of the original's state dict.
-        rewriters: One per attention module, with its report.
-        about, warnings: As in `Calibrated`.
-    """
-
-    model: Any
-    plan: Plan
-    converters: list[ModuleConverter]
-    about: dict[str, Any]
-    warnings: list[str]
-
-
 def convert_live(teacher: Any, plan: Plan, inputs: Inputs | None, options: CalibrationOptions) -> Converted:
     """Merge a model in memory and fit it on text.
 
@@ -158,160 +159,250 @@ def convert_live(teacher: Any, plan: Plan, inputs: Inputs | None, options: Calib
         options: Grouping, stages, statistics.
     """
     fitted = options.fitted(inputs is not None)
-    clock, state = _Clock(), teacher.state_dict()
-    seen, kept = (None, None) if inputs is None else split_held_out(inputs)
-    with clock("statistics"):
-        statistics = _statistics(teacher, plan, state, seen, options)
-    with clock("grouping"):
-        plan, facts = grouped(plan, state.__getitem__, statistics, options)
+    state = teacher.state_dict()
+    statistics = _saved_statistics(plan, state.__getitem__, options)
+    if inputs is not None:
+        return _walked(ResidentLayers(teacher), plan, inputs, options, fitted, statistics)
+    plan, facts = grouped(plan, state.__getitem__, statistics, options)
     shapes = {name: tuple(x.shape) for name, x in state.items()}
     converters = _converters(plan, shapes, state.__getitem__, statistics)
     for converter in converters:
         converter.facts = dict(facts.get(converter.module.path, {}))
-    with clock("merge"):
-        student = assemble(teacher, plan, converters, state)
-    result = Converted(student, plan, converters, _about(statistics), _notes(statistics))
-    if statistics and seen is not None and statistics.about.get("data_sha256") != data_digest(seen.read):
-        result.warnings.append(
-            f"the moments in {options.statistics} were measured on other text than --calibration, and are used; "
-            "remove the file to measure them again"
-        )
-    if seen is not None:
-        result.about |= {"unique_tokens": seen.tokens, "window": seen.window}
-    if seen is not None and kept is not None:
-        losses = {"original": held_out_loss(teacher, kept), "merged": held_out_loss(student, kept)}
-        result.about["losses"] = losses
-        if fitted is not None:
-            with clock("fit"):
-                _fit(teacher, result, seen, fitted, options)
-            losses["fitted"] = held_out_loss(student, kept)
-    elif fitted is not None and seen is not None:
-        result.warnings.append(
+    model = assemble(teacher, plan, converters, state)
+    reports = {c.module.path: c.report for c in converters}
+    return Converted(model, plan, reports, _about(statistics), _notes(statistics))
+
+
+def _walked(
+    layers: Layers,
+    plan: Plan,
+    inputs: Inputs,
+    options: CalibrationOptions,
+    fitted: ReconstructConfig | None,
+    statistics: Statistics | None,
+    work: WorkDir | None = None,
+) -> Converted:
+    """Walk over the blocks of a model, and train it end to end where that is asked for."""
+    told = []
+    seen, kept = split_held_out(inputs)
+    if kept is None and fitted is not None:
+        told.append(
             f"{len(seen)} blocks of {seen.window} tokens are too few to fit modules and to judge the fit: "
             "refit and reconstruct are left out"
         )
-    result.about |= {"seconds": clock.seconds} if inputs is not None else {}
-    return result
-
-
-class _Clock:
-    """Seconds per stage."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def __call__(self, stage: str) -> Iterator[None]:
-        began = time.monotonic()
-        yield
-        self.seconds[stage] = round(time.monotonic() - began, 2)
-
-
-def _statistics(
-    teacher: Any, plan: Plan, state: Mapping[str, Tensor], inputs: Inputs | None, options: CalibrationOptions
-) -> Statistics | None:
-    """Moments, from the file if it exists (and kept there if not); none where the method has no use for them."""
-    if plan.method not in CALIBRATED:
-        return None
-    path = Path(options.statistics) if options.statistics else None
-    if path and (path.exists() or inputs is None):
-        statistics = load_statistics(path)
-        _check_owner(statistics, plan, state.__getitem__)
-        return statistics
-    if inputs is None:
-        return None
-    statistics = collect(
-        teacher, plan.spec, inputs.read, progress=lambda done, total: options.say("statistics", done, total)
-    )
-    if path:
-        statistics.save(path)
-    return statistics
-
-
-def _fit(
-    teacher: Any, result: Converted, inputs: Inputs, fitted: ReconstructConfig, options: CalibrationOptions
-) -> None:
-    """Fit the merged model; errors go into the modules' reports."""
-    fitted = fitted.for_window(inputs.window)
-    fitted = replace(fitted, batch_size=min(fitted.batch_size, max(1, len(inputs) // 8)))
-    fits: list[LayerFit] = []
-    shared = {module_key(s.module) for s in result.plan.modules if not s.unchanged}  # only these are written
-
-    def progress(fit: LayerFit) -> None:
-        fits.append(fit)
-        options.say("fitting", len(fits), len(shared))
-
-    spec = result.plan.spec
-    own = result_spec(spec, result.plan)
-    reconstruct(teacher, result.model, spec, inputs.read, fitted, progress, student_spec=own, only=shared)
-    reports = {r.module.path: r.report for r in result.converters}
-    for fit in fits:
-        errors = {"error_merged": fit.before, "error_refitted": fit.refitted, "error_fitted": fit.after}
-        reports[fit.path] |= {name: x for name, x in errors.items() if x is not None}
-    most = max((fit.steps for fit in fits), default=0)
-    each = fitted.batch_size * inputs.window
-    result.about |= {"fit": asdict(fitted), "token_visits": most * each}
-    if shared and fitted.regress and fitted.distill_steps:
-        done = distill(
-            teacher,
-            result.model,
-            spec,
-            inputs.read,
-            fitted,
-            lambda step, steps: options.say("distilling", step, steps),
-            student_spec=own,
-            only=shared,
+        fitted = None
+    how = options.how(plan)
+    if how not in ("neighbours", "search", "given"):
+        plan, _ = grouped(plan, _unread, None, options)
+    if statistics is not None and statistics.about.get("data_sha256") != data_digest(seen.read):
+        told.append(
+            f"the moments in {options.statistics} were measured on other text than --calibration, and are used; "
+            "remove the file to measure them again"
         )
-        result.about |= {"distilled": asdict(done), "distilled_token_visits": done.steps * each}
+    config = None if fitted is None else fit_config(fitted, seen)
+    done = Walk(layers, plan, seen, kept, options, config, work, statistics).run()
+    done.warnings += told
+    if config is not None and config.regress and config.distill_steps:
+        _distil(layers.model, done, seen, kept, config)
+    return done
+
+
+def _unread(name: str) -> Tensor:
+    raise AssertionError(f"{name} is not needed to read groupings")
+
+
+def _distil(
+    teacher: Any, done: Converted, seen: Inputs, kept: Inputs | None, config: ReconstructConfig
+) -> None:
+    """Train the fitted model end to end; its losses and steps go into the result."""
+    shared = {module_key(m.module) for m in done.plan.modules if not m.unchanged}
+    if not shared:
+        return
+    shown = current()
+    shown.stage("distilling", config.distill_steps, "steps")
+    made = distill(
+        teacher,
+        done.model,
+        done.plan.spec,
+        seen.read,
+        config,
+        lambda step, steps: shown.advance(step),
+        student_spec=result_spec(done.plan.spec, done.plan),
+        only=shared,
+    )
+    done.about |= {"distilled": asdict(made)}
+    done.about |= {"distilled_token_visits": made.steps * config.batch_size * seen.window}
+    if kept is not None:
+        done.about["losses"]["fitted"] = held_out_loss(done.model, kept)
+
+
+def _saved_statistics(
+    plan: Plan, read: Callable[[str], Tensor], options: CalibrationOptions
+) -> Statistics | None:
+    """Moments from the file, if the method has a use for them and the file exists."""
+    if plan.method not in CALIBRATED or not options.statistics or not Path(options.statistics).exists():
+        return None
+    statistics = load_statistics(options.statistics)
+    _check_owner(statistics, plan, read)
+    return statistics
 
 
 # --- a checkpoint, through its model -------------------------------------------------------------------
 
 
 def _with_model(
-    checkpoint: Checkpoint, plan: Plan, options: CalibrationOptions, fitted: ReconstructConfig | None
+    checkpoint: Checkpoint,
+    plan: Plan,
+    options: CalibrationOptions,
+    fitted: ReconstructConfig | None,
+    out: Path | None,
+    force: bool,
 ) -> Calibrated:
-    """Run the model on the text; merge and fit in memory; hand the tensors to the writer by role."""
+    """Walk over the model of a checkpoint; what is finished is handed to the writer by role."""
     if options.statistics and not Path(options.statistics).exists():
         writable(options.statistics)  # before the text is run, which may take an hour
     tokenizer = load_tokenizer(checkpoint.path, trust_remote_code=options.trust_remote_code)
     inputs = calibration_inputs(tokenizer, checkpoint.config, options)
-    teacher = _load_teacher(checkpoint, options)
+    whole = fitted is not None and fitted.regress and fitted.distill_steps > 0
+    layers = _resident(checkpoint, options) if whole else _streamed(checkpoint, options)
+    try:
+        return _through(layers, checkpoint, plan, inputs, options, fitted, out, force)
+    except NotAChain:
+        del layers
+        return _through(_resident(checkpoint, options), checkpoint, plan, inputs, options, fitted, out, force)
+
+
+def _through(
+    layers: Layers,
+    checkpoint: Checkpoint,
+    plan: Plan,
+    inputs: Inputs,
+    options: CalibrationOptions,
+    fitted: ReconstructConfig | None,
+    out: Path | None,
+    force: bool,
+) -> Calibrated:
+    teacher = layers.model
     live = plan_model(teacher, plan.num_kv_heads[1], plan.method, None, plan.seed, plan.attention)
     attention_instances(teacher, [s.module for s in live.modules])  # a file holds a shared module once
     live = live.regrouped({s.path: _stored_module(plan, s.module).grouping for s in live.modules})
-    done = convert_live(teacher, live, inputs.to(teacher.device), options)
-    plan = plan.regrouped({_stored_module(plan, s.module).module.path: s.grouping for s in done.plan.modules})
+    if isinstance(layers, CheckpointLayers):
+        first = min(live.modules, key=lambda m: m.module.layer)
+        layers.split(block_paths(teacher, first.path, first.module.layer))
+    work = None if out is None or layers.resident else WorkDir(out)
+    try:
+        if work is not None:
+            keys = _work_keys(checkpoint, live, inputs, options, fitted, layers)
+            if count := work.open(keys, restart=force):
+                logger.info("%s: going on after %d finished layers", work.root, count)
+        statistics = _saved_statistics(plan, checkpoint.read, options)
+        done = _walked(layers, live, inputs.to(layers.device), options, fitted, statistics, work)
+    except BaseException:
+        if work is not None:
+            work.close()
+        raise
+    return _handed_over(done, checkpoint, plan, inputs, options, fitted, work)
+
+
+def _handed_over(
+    done: Converted,
+    checkpoint: Checkpoint,
+    plan: Plan,
+    inputs: Inputs,
+    options: CalibrationOptions,
+    fitted: ReconstructConfig | None,
+    work: WorkDir | None,
+) -> Calibrated:
+    """What a walk has finished, as converters of the checkpoint's own modules."""
+    plan = plan.regrouped({_stored_module(plan, s.module).path: s.grouping for s in done.plan.modules})
     made = _converters(plan, checkpoint.shapes, checkpoint.read, None, fitted is not None)
-    after = done.model.state_dict()
+    known = {module_key(m.module): m for m in done.plan.modules}
     for converter in made:
-        source = next(
-            r for r in done.converters if module_key(r.module.module) == module_key(converter.module.module)
-        )
-        tensors = as_stored(plan.spec, done.plan, source, after, converter.module.names)
-        dtypes = {role: checkpoint.read(name).dtype for role, name in converter.names.items()}
-        report = source.report | {"path": converter.module.path} if source.report else {}
-        converter.set({role: tensors[role].to("cpu", dtype) for role, dtype in dtypes.items()}, report)
+        source = known[module_key(converter.module.module)]
+        report = done.reports.get(source.path, {})
+        report = report | {"path": converter.module.path} if report else {}
+        roles = converter.module.names
+        state = _state_of(done, source, work)
+        converter.finish_with(partial(_as_stored, plan, done.plan, source, state, roles, checkpoint), report)
     names = options.texts.names if isinstance(options.texts, TextSource) else list(options.texts)
-    return Calibrated(plan, made, {"texts": names} | done.about, [*inputs.warnings, *done.warnings])
+    about = {"texts": names} | done.about
+    return Calibrated(plan, made, about, [*inputs.warnings, *done.warnings], work)
 
 
-def _load_teacher(checkpoint: Checkpoint, options: CalibrationOptions) -> Any:
-    """The source in float32 where two copies fit the device, else as stored."""
-    options.say("loading", 0, 1)
+def _state_of(
+    done: Converted, module: ModulePlan, work: WorkDir | None
+) -> Callable[[], Mapping[str, Tensor]]:
+    """The converted model's tensors, when they are due: of the model in memory, or of the finished block."""
+    if work is None:
+        return done.model.state_dict
+    blocks = block_paths(done.model, module.path, module.module.layer)
+    number = next(i for i, block in enumerate(blocks) if module.path.startswith(f"{block}."))
+    return lambda: work.get(number).tensors
+
+
+def _as_stored(
+    plan: Plan,
+    live: Plan,
+    module: ModulePlan,
+    state: Callable[[], Mapping[str, Tensor]],
+    names: Mapping[str, str],
+    checkpoint: Checkpoint,
+) -> dict[str, Tensor]:
+    """A finished module as its checkpoint stores it."""
+    tensors = as_stored(plan.spec, live, module, state(), names)
+    dtypes = {role: torch_dtype(checkpoint.tensors[name].dtype) for role, name in names.items()}
+    return {role: x.to("cpu", dtypes[role]) for role, x in tensors.items() if role in dtypes}
+
+
+def _work_keys(
+    checkpoint: Checkpoint,
+    plan: Plan,
+    inputs: Inputs,
+    options: CalibrationOptions,
+    fitted: ReconstructConfig | None,
+    layers: Layers,
+) -> dict[str, Any]:
+    """Everything that decides what a walk makes."""
+    return {
+        "source": checkpoint_fingerprint(checkpoint.path),
+        "groups": plan.num_kv_heads[1],
+        "method": plan.method,
+        "attention": list(plan.attention),
+        "grouping": options.how(plan),
+        "groupings": {m.path: [list(g) for g in m.grouping] for m in plan.modules},
+        "calibration": data_digest(inputs.rows),
+        "statistics": None if options.statistics is None else str(options.statistics),
+        "fit": None if fitted is None else asdict(fitted),
+        "seed": plan.seed,
+        "dtype": str(layers.model.dtype),
+        "device": layers.device.type,
+    }
+
+
+def _working_dtype(checkpoint: Checkpoint) -> str:
+    """float32 for models small enough to afford it, which a machine must not decide; else as stored."""
+    count = sum(torch.Size(info.shape).numel() for info in checkpoint.tensors.values())
+    return "float32" if count <= FLOAT32_PARAMETERS else "auto"
+
+
+def _streamed(checkpoint: Checkpoint, options: CalibrationOptions) -> CheckpointLayers:
+    """The source, read block by block."""
     device = resolve_device(options.device)
-    free, stored = free_memory(device), weight_bytes(checkpoint.path) or 0
-    wide = 2 * stored * (4 / max(1, _itemsize(checkpoint)))
-    dtype = "float32" if free is None or wide < 0.6 * free else "auto"
+    stored = stored_dtype(checkpoint.config)
+    name = _working_dtype(checkpoint)
+    dtype = torch.float32 if name == "float32" else stored
+    return CheckpointLayers(checkpoint, dtype, device, trust_remote_code=options.trust_remote_code)
+
+
+def _resident(checkpoint: Checkpoint, options: CalibrationOptions) -> ResidentLayers:
+    """The source in memory as a whole."""
+    current().stage("loading")
+    device = resolve_device(options.device)
+    dtype = stored_dtype(checkpoint.config) if _working_dtype(checkpoint) == "auto" else torch.float32
     model = load_model(
         checkpoint.path, dtype=dtype, device=device, trust_remote_code=options.trust_remote_code
     )
-    return model.requires_grad_(False)
-
-
-def _itemsize(checkpoint: Checkpoint) -> float:
-    infos = checkpoint.tensors.values()
-    return checkpoint.nbytes / max(1, sum(torch.Size(info.shape).numel() for info in infos))
+    return ResidentLayers(model.requires_grad_(False))
 
 
 def _stored_module(plan: Plan, live: AttentionModule) -> ModulePlan:

@@ -12,9 +12,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
+from .. import distributed
 from ..arch_conversion import ArchConvertedCheckpoint, as_architecture, carry_tokenizer, written
 from ..checkpoints.atomic import write_text
 from ..checkpoints.json_files import read_json
+from ..checkpoints.loading import resolve_device
 from ..checkpoints.reader import MANIFEST, Checkpoint, open_checkpoint
 from ..checkpoints.writer import (
     NewTensor,
@@ -151,6 +153,8 @@ def convert(
         {'before': 32, 'after': 8}
     """
     out, texts = Path(out), paths_or_source(calibration, text_column)
+    if texts:
+        distributed.initialize(resolve_device(device).type)  # torchrun splits the text over its processes
     original = open_checkpoint(source, revision)
     check_output(original.path, out, force)
     seen = as_architecture(original, groups, as_)
@@ -184,9 +188,20 @@ def convert(
     )
     opened = written(seen, out, trust_remote_code) if texts else nullcontext(seen)
     with reporting(_listener(progress, stage)), opened as checkpoint:
-        calibrated = calibrate(checkpoint, plan, options)
+        calibrated = calibrate(checkpoint, plan, options, out, force)
         job = _Job(str(source), original, seen, out, force, trust_remote_code)
-        return _publish(job, checkpoint, calibrated, max_shard_size, checker)
+        try:
+            if distributed.is_rank_zero():
+                result = _publish(job, checkpoint, calibrated, max_shard_size, checker)
+            else:
+                result = _result(job, calibrated, [], [])
+            distributed.barrier()
+        finally:
+            if calibrated.work is not None:
+                calibrated.work.close()
+        if calibrated.work is not None:
+            calibrated.work.remove()
+        return result
 
 
 def _listener(progress: Progress | Callable[[int, int], None] | None, stage: Stage | None) -> Progress | None:
@@ -266,27 +281,33 @@ def _publish(
             raise CheckpointError(
                 f"the result failed its check: {broken}", where=job.out, fix="nothing was published"
             )
-        result = ConvertResult(
-            job.source,
-            str(job.out),
-            dict(zip(("before", "after"), plan.num_kv_heads, strict=True)),
-            plan.method,
-            job.seen.found.summary if isinstance(job.seen, ArchConvertedCheckpoint) else {},
-            list(plan.attention),
-            [r.report for r in converters if r.report],
-            checks,
-            [
-                *plan.warnings,
-                *_broken_warnings(odd),
-                *_notes(job.seen),
-                *calibrated.warnings,
-                *_merging_notes(converters),
-                *_pooling_warnings(converters),
-            ],
-            calibrated.about,
-        )
+        result = _result(job, calibrated, checks, odd)
         write_manifest(folder, result, job.original, plan)
     return result
+
+
+def _result(job: _Job, calibrated: Calibrated, checks: list[Check], odd: Sequence[str]) -> ConvertResult:
+    """What was done; `odd` are tensors that hold NaN or infinity."""
+    plan, converters = calibrated.plan, calibrated.converters
+    return ConvertResult(
+        job.source,
+        str(job.out),
+        dict(zip(("before", "after"), plan.num_kv_heads, strict=True)),
+        plan.method,
+        job.seen.found.summary if isinstance(job.seen, ArchConvertedCheckpoint) else {},
+        list(plan.attention),
+        [c.report for c in converters if c.report],
+        checks,
+        [
+            *plan.warnings,
+            *_broken_warnings(odd),
+            *_notes(job.seen),
+            *calibrated.warnings,
+            *_merging_notes(converters),
+            *_pooling_warnings(converters),
+        ],
+        calibrated.about,
+    )
 
 
 def _broken_warnings(odd: Sequence[str]) -> list[str]:

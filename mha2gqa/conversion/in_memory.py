@@ -90,51 +90,57 @@ def assemble(
     Args:
         model: The original, left as it is.
         plan: From `plan_model`.
-        rewriters: One per attention module of `plan`.
+        converters: One per attention module of `plan`.
         state: The original's state dict.
     """
-    new = _converted_state(converters, state)
+    new = empty_copy(model, plan)
+    tensors = {name: x.detach().clone() for name, x in _converted_state(converters, state).items()}
+    new.load_state_dict(tensors, assign=True, strict=True)
+    if hasattr(new, "tie_weights"):
+        new.tie_weights()
+    return new.eval()
+
+
+def empty_copy(model: Any, plan: Plan) -> Any:
+    """A model of the converted class whose parameters are on the meta device; its buffers are copies.
+
+    Args:
+        model: The original.
+        plan: From `plan_model`.
+    """
     if plan.export is not None:
         register(plan.config)
-        made = _rebuild(exported_class(plan.config), plan.config, model, new)
-        if pairs := getattr(made.generation_config, "alignment_heads", None):
-            made.generation_config.alignment_heads = plan.moved(pairs)
-        return made
-    if plan.num_kv_heads[0] == plan.num_kv_heads[1]:
-        return rebuild(model, {}, new)
-    num_heads = plan.modules[0].geometry.num_heads
-    return rebuild(model, config_changes(plan.spec, plan.source, num_heads, plan.num_kv_heads[1]), new)
+        chosen = exported_class(plan.config)
+        raw = {key: value for key, value in plan.config.items() if key != "auto_map"}
+        config = chosen.config_class.from_dict(raw)
+        config._attn_implementation = model.config._attn_implementation
+    else:
+        chosen, config = type(model), _changed_config(model, plan)
+    with torch.device("meta"):
+        new = chosen(config)
+    buffers = dict(model.named_buffers())  # those that are not saved (RoPE tables) do not depend on K
+    for name, buffer in list(new.named_buffers()):
+        if buffer.is_meta and name in buffers:
+            owner, _, leaf = name.rpartition(".")
+            kept = leaf not in new.get_submodule(owner)._non_persistent_buffers_set
+            new.get_submodule(owner).register_buffer(leaf, buffers[name].clone(), persistent=kept)
+    if hasattr(model, "generation_config"):
+        new.generation_config = copy.deepcopy(model.generation_config)
+        if pairs := getattr(new.generation_config, "alignment_heads", None):
+            new.generation_config.alignment_heads = plan.moved(pairs)
+    return new.eval()
 
 
-def rebuild(model: Any, changes: Mapping[tuple[str, ...], Any], state: Mapping[str, Tensor]) -> Any:
-    """A model of the same class under a changed config, holding copies of `state`."""
+def _changed_config(model: Any, plan: Plan) -> Any:
+    """The config object of the converted model."""
     config = copy.deepcopy(model.config)
+    if plan.num_kv_heads[0] == plan.num_kv_heads[1]:
+        return config
+    num_heads = plan.modules[0].geometry.num_heads
+    changes = config_changes(plan.spec, plan.source, num_heads, plan.num_kv_heads[1])
     for (*parents, key), value in changes.items():
         node = config
         for parent in parents:
             node = node[parent] if isinstance(node, dict) else getattr(node, parent)
         setattr(node, key, value)
-    return _filled(type(model), config, model, state)
-
-
-def _rebuild(model_class: Any, raw: Mapping[str, Any], model: Any, state: Mapping[str, Tensor]) -> Any:
-    """A model of another class under a raw config, holding copies of `state`."""
-    config = model_class.config_class.from_dict({k: v for k, v in raw.items() if k != "auto_map"})
-    config._attn_implementation = model.config._attn_implementation
-    return _filled(model_class, config, model, state)
-
-
-def _filled(model_class: Any, config: Any, model: Any, state: Mapping[str, Tensor]) -> Any:
-    with torch.device("meta"):
-        new = model_class(config)
-    new.load_state_dict({name: x.detach().clone() for name, x in state.items()}, assign=True, strict=True)
-    buffers = dict(model.named_buffers())  # those that are not saved (RoPE tables) do not depend on K
-    for name, buffer in list(new.named_buffers()):
-        if buffer.is_meta:
-            owner, _, leaf = name.rpartition(".")
-            new.get_submodule(owner).register_buffer(leaf, buffers[name].clone(), persistent=False)
-    if hasattr(new, "tie_weights"):
-        new.tie_weights()
-    if hasattr(model, "generation_config"):
-        new.generation_config = copy.deepcopy(model.generation_config)
-    return new.eval()
+    return config

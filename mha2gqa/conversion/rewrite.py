@@ -128,7 +128,7 @@ class ModuleConverter:
         shapes: Shape of every tensor of the source by name.
         read: Name -> tensor.
         statistics: Moments on calibration text, for methods that use them.
-        fitted: Whether the module is fitted after merging (see `fill`).
+        fitted: Whether the module is fitted after merging (see `finish_with`).
     """
 
     def __init__(
@@ -144,6 +144,7 @@ class ModuleConverter:
         self.shapes, self._lost = module_changes(plan, module, shapes, fitted)
         self.facts: dict[str, Any] = {}  # further fields of the report
         self._pending: dict[str, Tensor] = {}
+        self._finished: Callable[[], Mapping[str, Tensor]] | None = None
         self.report: dict[str, Any] = {}
 
     @property
@@ -159,19 +160,31 @@ class ModuleConverter:
     def tensor(self, role: str) -> Tensor:
         """The new tensor of a role; each can be taken once."""
         if role not in self._pending:
-            before = {role: self.read(name) for role, name in self.module.names.items()}
-            if self.plan.method not in POOLING:
-                check_finite(self.module, before)
-            context = merge_context(self.plan, self.module, before, self.statistics)
-            after, merged = merge_module(self.plan, self.module, before, context)
-            self._pending = {role: after[role] for role in self.shapes}
-            self.report = layer_report(self.plan, self.module, before, merged) | self.facts
+            self._pending = self._merged() if self._finished is None else self._made_elsewhere()
         return self._pending.pop(role)
 
-    def set(self, tensors: Mapping[str, Tensor], report: Mapping[str, Any]) -> None:
-        """Hand over what has been made elsewhere: the new tensor of every role in `shapes`."""
-        self._pending = {role: tensors[role] for role in self.shapes}
-        self.report = dict(report)
+    def _merged(self) -> dict[str, Tensor]:
+        before = {role: self.read(name) for role, name in self.module.names.items()}
+        if self.plan.method not in POOLING:
+            check_finite(self.module, before)
+        context = merge_context(self.plan, self.module, before, self.statistics)
+        after, merged = merge_module(self.plan, self.module, before, context)
+        self.report = layer_report(self.plan, self.module, before, merged) | self.facts
+        return {role: after[role] for role in self.shapes}
+
+    def _made_elsewhere(self) -> dict[str, Tensor]:
+        assert self._finished is not None
+        tensors = self._finished()
+        return {role: tensors[role] for role in self.shapes}
+
+    def finish_with(self, tensors: Callable[[], Mapping[str, Tensor]], report: Mapping[str, Any]) -> None:
+        """Say where the module has been merged and fitted already.
+
+        Args:
+            tensors: Called when the first tensor is due; gives that of every role in `shapes`.
+            report: As `layer_report` makes it.
+        """
+        self._finished, self.report = tensors, dict(report)
 
 
 def rms(x: Tensor) -> float:

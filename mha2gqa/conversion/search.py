@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -27,7 +27,11 @@ Found = tuple[heads.Grouping, dict[str, float]]  # and what neighbours would los
 
 
 def grouped(
-    plan: Plan, read: Read, statistics: Statistics | None, options: CalibrationOptions
+    plan: Plan,
+    read: Read,
+    statistics: Statistics | None,
+    options: CalibrationOptions,
+    modules: Sequence[ModulePlan] | None = None,
 ) -> tuple[Plan, Facts]:
     """`plan` with the groupings the options ask for, and what a search gained.
 
@@ -36,6 +40,7 @@ def grouped(
         read: Tensor name -> tensor.
         statistics: Moments, if there are any.
         options: `grouping` is what counts.
+        modules: Those of the plan that are searched now; all by default.
     """
     how = options.how(plan)
     if how in ("neighbours", "given"):
@@ -43,12 +48,18 @@ def grouped(
     if how != "search":
         counts = {s.path: (s.geometry.num_kv_heads, len(s.grouping)) for s in plan.modules}
         return plan.regrouped(read_groupings(how, counts)), {}
-    groupings, facts = _searched(plan, read, statistics, options)
+    groupings, facts = _searched(
+        plan, read, statistics, options, plan.modules if modules is None else modules
+    )
     return plan.regrouped(groupings), facts
 
 
 def _searched(
-    plan: Plan, read: Read, statistics: Statistics | None, options: CalibrationOptions
+    plan: Plan,
+    read: Read,
+    statistics: Statistics | None,
+    options: CalibrationOptions,
+    modules: Sequence[ModulePlan],
 ) -> tuple[Groupings, Facts]:
     """The best groupings found: one for each module, or one for all where heads may only move together."""
     found: dict[str, heads.Grouping] = {s.path: s.grouping for s in plan.modules}
@@ -60,7 +71,7 @@ def _searched(
         jobs.append(pool.submit(_search, plan.method, members, options.seed))
 
     with _threads() as pool:
-        for module in plan.modules:
+        for module in modules:
             count, groups = module.geometry.num_kv_heads, len(module.grouping)
             freedom = plan.spec.permutable_of(module.module.kind)
             if groups in (1, count) or freedom == "never":

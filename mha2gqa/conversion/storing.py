@@ -10,8 +10,8 @@ from torch import Tensor
 from .. import heads
 from ..architectures import AttentionSpec
 from ..heads import Geometry
-from .plan import Plan
-from .rewrite import ModuleConverter, role_template
+from .plan import ModulePlan, Plan
+from .rewrite import role_template
 
 
 def result_spec(spec: AttentionSpec, plan: Plan) -> AttentionSpec:
@@ -24,7 +24,7 @@ def result_spec(spec: AttentionSpec, plan: Plan) -> AttentionSpec:
 def as_stored(
     spec: AttentionSpec,
     live: Plan,
-    source: ModuleConverter,
+    module: ModulePlan,
     state: Mapping[str, Tensor],
     roles: Mapping[str, str],
 ) -> dict[str, Tensor]:
@@ -33,13 +33,13 @@ def as_stored(
     Args:
         spec: The checkpoint's.
         live: The conversion of the model in memory.
-        source: What rewrote the module there.
-        state: The fitted model's state dict.
+        module: The module there.
+        state: The fitted model's tensors by name, at least this module's.
         roles: Role -> name of the module's tensors on disk.
     """
-    g = source.module.geometry
-    after = Geometry(g.num_heads, len(source.module.grouping), g.head_dim, g.value_dim)
-    names = {role: name for role, name in source.module.names.items() if name in state}
+    g = module.geometry
+    after = Geometry(g.num_heads, len(module.grouping), g.head_dim, g.value_dim)
+    names = {role: name for role, name in module.names.items() if name in state}
     own = result_spec(live.spec, live)
     weights = heads.split(own, after, {role: state[name] for role, name in names.items()})
     # A class may call what belongs to heads otherwise than the files do; both know it in the same order.

@@ -1,10 +1,10 @@
-"""The stages after merging, for a whole model: both models are walked side by side, block by block."""
+"""Fitting after merging, one attention module at a time: closed-form refit, then regression."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, field, replace
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,13 +14,14 @@ from ..architectures import AttentionModule, AttentionSpec, find_attention_modul
 from ..calibration import Batch, module_key
 from ..config.reconstruct import ReconstructConfig
 from ..errors import DataError
-from .fisher import fisher_metrics
-from .hidden_states import Stream, gather, slice_rows
-from .refit import delivered, refit, undrifted
-from .regress import regress
+from .hidden_states import Calls, Stream, block_paths, gather, slice_rows
+from .ranks import Ranks
+from .refit import refit
+from .regress import regress, variance
+from .row_store import RowStore
 from .train_state import float32, frozen, repeatable, trained_parameters
 
-Progress = Callable[["LayerFit"], None]
+Report = Callable[["LayerFit"], None]
 
 
 @dataclass(frozen=True)
@@ -29,12 +30,12 @@ class LayerFit:
 
     Args:
         path: The module in the student.
-        before: Error of its output on held-out blocks, relative to the original's variance, each model on
-            its own stream.
+        before: Error of its output on the validation batches, relative to the original's variance, each model
+            on its own stream.
         refitted: The same after the closed-form refit (None: not made).
         after: The same at the end.
         steps: Regression steps made.
-        ridge: Pull of the refit that held-out blocks chose (None: not made, or the merged projection was best).
+        ridge: Ridge of the refit (None: not made, or the merged projection was best).
     """
 
     path: str
@@ -46,8 +47,8 @@ class LayerFit:
 
 
 @dataclass(frozen=True)
-class _Pair:
-    """One module in both models, by path."""
+class Pair:
+    """One attention module in both models, by path."""
 
     module: AttentionModule
     teacher: AttentionModule
@@ -59,7 +60,7 @@ def reconstruct(
     spec: AttentionSpec,
     inputs: Batch | Tensor,
     config: ReconstructConfig | None = None,
-    progress: Progress | None = None,
+    progress: Report | None = None,
     *,
     student_spec: AttentionSpec | None = None,
     only: Collection[str] | None = None,
@@ -86,34 +87,30 @@ def reconstruct(
         >>> fits = reconstruct(teacher, student, spec, blocks[:, :-1])  # doctest: +SKIP
     """
     config = (config or ReconstructConfig()).for_window(window_of(inputs))
-    train, held_out = split_batches(inputs, config)
-    inputs = slice_rows(inputs, held_out.stop * config.batch_size)
-    pairs = _pairs(teacher, student, spec, student_spec or spec)
+    split = split_batches(inputs, config)
+    inputs = slice_rows(inputs, split[1].stop * config.batch_size)
+    pairs = find_pairs(teacher, student, spec, student_spec or spec)
     pairs = [pair for pair in pairs if only is None or module_key(pair.module) in only]
     if not pairs:
         return []
     fits = []
     with frozen(teacher, student), repeatable():
-        size = config.batch_size
-        walk = _Walk(
-            Stream(student, inputs, size, _blocks(student, [pair.module for pair in pairs])),
-            Stream(teacher, inputs, size, _blocks(teacher, [pair.teacher for pair in pairs])),
-            (spec, student_spec or spec),
-            (train, held_out),
-            config,
+        blocks, originals = (
+            block_paths(model, module.path, module.layer)
+            for model, module in ((student, pairs[0].module), (teacher, pairs[0].teacher))
         )
-        if config.regress and config.weighting == "fisher":
-            walk.metrics = fisher_metrics(teacher, walk.teacher.batches, walk.teacher.blocks, config.seed)
-        last = len(walk.student.blocks) - 1
-        for i, block in enumerate(walk.student.blocks):
+        original = Stream(teacher, inputs, config.batch_size, originals)
+        own = Stream(student, inputs, config.batch_size, blocks)
+        fitter = Fitter(own, original, (spec, student_spec or spec), split, config)
+        for i, block in enumerate(blocks):
+            fitter.enter()
             for pair in pairs:
                 if pair.module.path.startswith(f"{block}."):
-                    fits.append(walk.visit(pair))
+                    fits.append(fitter.visit(pair))
                     if progress:
                         progress(fits[-1])
-            if i < last:
-                walk.student.advance()
-                walk.teacher.advance()
+            if i + 1 < len(blocks):
+                fitter.leave()
     return fits
 
 
@@ -124,7 +121,7 @@ def window_of(inputs: Batch | Tensor) -> int:
 
 
 def split_batches(inputs: Batch | Tensor, config: ReconstructConfig) -> tuple[range, range]:
-    """Batches to fit and batches to judge by: the last ones.
+    """Batches to fit, and batches to validate on: the last ones.
 
     Raises:
         DataError: There are fewer than two batches of blocks.
@@ -141,52 +138,66 @@ def split_batches(inputs: Batch | Tensor, config: ReconstructConfig) -> tuple[ra
     return range(whole - held), range(whole - held, whole)
 
 
-def _pairs(
+def find_pairs(
     teacher: nn.Module, student: nn.Module, spec: AttentionSpec, student_spec: AttentionSpec
-) -> list[_Pair]:
-    original = {
-        module_key(module): module for module in find_attention_modules(spec, teacher.state_dict().keys())
-    }
+) -> list[Pair]:
+    """The attention modules of both models, in the order in which they are run."""
+    original = {module_key(m): m for m in find_attention_modules(spec, teacher.state_dict().keys())}
     modules = find_attention_modules(student_spec, student.state_dict().keys())
     # In a layer, cross-attention comes after self-attention and sees what that made.
-    modules = sorted(modules, key=lambda s: (s.layer, s.kind != "self"))
-    return [
-        _Pair(module, original[module_key(module)]) for module in modules if module_key(module) in original
-    ]
+    modules = sorted(modules, key=lambda m: (m.layer, m.kind != "self"))
+    return [Pair(m, original[module_key(m)]) for m in modules if module_key(m) in original]
 
 
-def _blocks(model: nn.Module, modules: list[AttentionModule]) -> list[str]:
-    """Paths of all blocks of the stack that holds `modules`, those without attention included."""
-    module = modules[0]
-    match = re.match(rf"(?:.*?\.)?(?={module.layer}\.)", module.path)
-    assert match is not None, module.path
-    container = match.group().removesuffix(".")
-    return [f"{container}.{name}" for name, _ in model.get_submodule(container).named_children()]
-
-
-@dataclass
-class _Walk:
+class Fitter:
     """Both models at the input of the same block.
 
     Args:
         student, teacher: Their streams.
         specs: Of the teacher and of the student.
-        split: Batches to fit, and to judge by.
+        split: Batches to fit, and to validate on.
         config: What to do.
-        metrics: What an error in a block's output counts, by block; empty: all alike.
+        ranks: Who shares the rows; this process alone by default.
     """
 
-    student: Stream
-    teacher: Stream
-    specs: tuple[AttentionSpec, AttentionSpec]
-    split: tuple[range, range]
-    config: ReconstructConfig
-    metrics: list[Tensor] = field(default_factory=list)
+    def __init__(
+        self,
+        student: Stream,
+        teacher: Stream,
+        specs: tuple[AttentionSpec, AttentionSpec],
+        split: tuple[range, range],
+        config: ReconstructConfig,
+        ranks: Ranks | None = None,
+    ) -> None:
+        self.student, self.teacher, self.specs, self.split = student, teacher, specs, split
+        self.config, self.ranks = config, ranks or Ranks()
+        self._outputs: RowStore | None = None
+        self._spare: RowStore | None = None
 
-    def visit(self, pair: _Pair) -> LayerFit:
-        """Fit one module of the current block."""
-        before = self.error(pair)
-        if before != before:
+    def enter(self) -> None:
+        """Compute what the original's block returns, where blocks are fitted to that."""
+        self._outputs = None
+        if self.config.regress and self.config.steps and self.config.unit == "layer":
+            self._outputs = self.teacher.outputs(self._spare)
+
+    def leave(self) -> None:
+        """Move both models past the block."""
+        self.student.advance()
+        if self._outputs is None or not self.teacher.chained:
+            self.teacher.advance()
+        else:
+            self._spare = next(iter(self.teacher.rows.values()))
+            self.teacher.advance(self._outputs)
+
+    def visit(self, pair: Pair) -> LayerFit:
+        """Fit one module of the current block.
+
+        Raises:
+            DataError: Activations are not finite.
+        """
+        wanted = self._attention_outputs(pair)
+        before = self._error(pair, wanted)
+        if not math.isfinite(before):
             raise DataError(
                 "activations are not finite",
                 where=pair.module.path,
@@ -195,70 +206,84 @@ class _Walk:
         fit = LayerFit(pair.module.path, before, None, before, 0)
         if self.config.refit:
             ridge = self._refit(pair)
-            refitted = self.error(pair)
+            refitted = self._error(pair, wanted)
             fit = replace(fit, refitted=refitted, after=refitted, ridge=ridge)
         if self.config.regress and self.config.steps:
             steps = self._regress(pair)
-            fit = replace(fit, after=self.error(pair), steps=steps)
+            fit = replace(fit, after=self._error(pair, wanted), steps=steps)
         return fit
 
-    def error(self, pair: _Pair) -> float:
-        """Squared error of the attention output over the original's variance, on held-out batches."""
-        mine = self.student.model.get_submodule(pair.module.path)
+    def _attention_outputs(self, pair: Pair) -> list[Tensor]:
+        """What the original's module returns on the validation batches."""
         original = self.teacher.model.get_submodule(pair.teacher.path)
-        made, wanted = [], []
-        for i in self.split[1]:
-            x, y = self.student.call(mine, i).output, self.teacher.call(original, i).output
-            assert x is not None and y is not None
-            made.append(x.flatten(0, -2).double())
-            wanted.append(y.flatten(0, -2).double())
-        y = torch.cat(wanted)
-        spread = (y - y.mean(0)).square().sum().clamp_min(1e-300)
-        return float((torch.cat(made) - y).square().sum() / spread)
+        return [_output(self.teacher, original, i) for i in self.split[1]]
 
-    def _refit(self, pair: _Pair) -> float | None:
-        """Closed-form refits; returns the pull chosen for the output projection."""
+    def _error(self, pair: Pair, wanted: Sequence[Tensor]) -> float:
+        """Squared error of the attention output over the original's variance, on the validation batches."""
+        mine = self.student.model.get_submodule(pair.module.path)
+        mean, squares, error, count = 0.0 * wanted[0][0, 0].double(), 0.0, 0.0, 0
+        for i, y in zip(self.split[1], wanted, strict=True):
+            x, flat = _output(self.student, mine, i), y.flatten(0, -2).double()
+            error += float((x.flatten(0, -2).double() - flat).square().sum())
+            mean, squares, count = mean + flat.sum(0), squares + float(flat.square().sum()), count + len(flat)
+        sums = self.ranks.sum(torch.tensor([error, squares, count], dtype=torch.float64, device=mean.device))
+        mean = self.ranks.sum(mean) / sums[2]
+        spread = float(sums[1] - sums[2] * mean.square().sum())
+        return float(sums[0]) / max(spread, 1e-300)
+
+    def _refit(self, pair: Pair) -> float | None:
+        """Closed-form refit of the output projection; returns the ridge that was chosen."""
         spec, own = self.specs
-
-        def solve(module: nn.Module, wanted: Callable[[int], Tensor]) -> float | None:
-            ridge = self.config.ridge
-            return refit(self.student, module, wanted, self.split, transposed=own.transposed, ridge=ridge)
-
-        if self.config.refit_inputs:
-            for mine, original in self._input_projections(pair):
-                solve(mine, undrifted(self.teacher, original, mine))
         mine = self.student.model.get_submodule(f"{pair.module.path}.{own.o}")
         original = self.teacher.model.get_submodule(f"{pair.teacher.path}.{spec.o}")
-        return solve(mine, delivered(self.teacher, original))
+        return refit(
+            self.student,
+            mine,
+            lambda i: _output(self.teacher, original, i),
+            self.split,
+            transposed=own.transposed,
+            ridge=self.config.ridge,
+            ranks=self.ranks,
+        )
 
-    def _input_projections(self, pair: _Pair) -> list[tuple[nn.Module, nn.Module]]:
-        """Student's projections of queries, keys and values, each with one of the original that reads the same."""
-
-        def projections(model: nn.Module, module: AttentionModule) -> dict[str, nn.Module]:
-            names = {
-                role.split(".")[0]: name for role, name in module.names.items() if role.endswith(".weight")
-            }
-            return {
-                role: model.get_submodule(name.removesuffix(".weight"))
-                for role, name in names.items()
-                if role in ("q", "k", "v", "qkv", "kv")
-            }
-
-        theirs = projections(self.teacher.model, pair.teacher)
-        mine = projections(self.student.model, pair.module)
-        return [(m, theirs.get(role) or next(iter(theirs.values()))) for role, m in mine.items()]
-
-    def _regress(self, pair: _Pair) -> int:
+    def _regress(self, pair: Pair) -> int:
         """Regression in float32, cast back at the end; returns the steps made."""
         attention = self.student.model.get_submodule(pair.module.path)
-        module, target = attention, self.teacher.model.get_submodule(pair.teacher.path)
-        if self.config.unit == "layer":
-            module, target = self.student.block, self.teacher.block
-        own = self.config.inputs == "student"
-        metric = self.metrics[self.student.at] if self.metrics else None
-        train, held_out = (
-            gather(self.student, module, self.teacher, target, own, which, metric) for which in self.split
+        module, calls = self._calls(pair, attention)
+        train, validation = (
+            replace(calls, span=range(r.start * calls.size, r.stop * calls.size)) for r in self.split
         )
+        for part in (train, validation):
+            part.scale = variance(part, self.ranks) or 1.0
         parameters = trained_parameters(attention, pair.module)
         with float32(parameters), torch.enable_grad():
-            return regress(module, parameters, train, held_out, self.config)
+            return regress(module, parameters, train, validation, self.config, self.ranks)
+
+    def _calls(self, pair: Pair, attention: nn.Module) -> tuple[nn.Module, Calls]:
+        """What is run in the regression, and its inputs and targets on every row."""
+        source = self.student if self.config.inputs == "student" else self.teacher
+        if self.config.unit == "attention":
+            original = self.teacher.model.get_submodule(pair.teacher.path)
+            read = attention if source is self.student else original
+            calls = gather(
+                source, read, lambda i: _output(self.teacher, original, i), self.student, attention
+            )
+            return attention, calls
+        assert self._outputs is not None
+        if not self.student.chained:
+            block, outputs = self.student.block, self._outputs
+            read = block if source is self.student else self.teacher.block
+            return block, gather(source, read, lambda i: outputs.read(source.rows_of(i)), self.student, block)
+        names = list(self.student.rows)  # parameter names may differ between the two classes
+        rows = dict(zip(names, source.rows.values(), strict=True))
+        count = len(self._outputs)
+        fixed, masked = self.student.fixed, self.student.masked
+        calls = Calls(rows, self._outputs, range(count), fixed, self.student.size, masked)
+        return self.student.block, calls
+
+
+def _output(stream: Stream, module: nn.Module, i: int) -> Tensor:
+    """What a module of the current block returns on a batch."""
+    output = stream.call(module, i).output
+    assert output is not None
+    return output

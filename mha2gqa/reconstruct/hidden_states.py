@@ -1,18 +1,29 @@
-"""Two models walked block by block: what goes into a module, what comes out, and running it alone."""
+"""A model walked block by block: what goes into a block, what comes out, and running one alone.
+
+The model's own forward tells how it calls each block (positions, masks, biases): it is run with stand-ins for
+the blocks before, which return what those returned, so that only one block's weights are ever needed.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..calibration import Batch, batches, run
+from ..calibration import Batch, batches, model_device, run
+from ..errors import UnsupportedModelError
+from .row_store import Memory, RowStore
 
 SEQUENCES = ("key_value_states", "encoder_hidden_states")  # differ from row to row, like hidden states
+MASKS = (
+    "attention_mask",
+    "decoder_attention_mask",
+)  # of the inputs: where given, every batch has masks of its own
 
 
 class _Reached(Exception):
@@ -24,13 +35,18 @@ def first_tensor(output: Any) -> Tensor:
     return output[0] if isinstance(output, (tuple, list)) else output
 
 
+def _with_first(output: Any, first: Tensor) -> Any:
+    """An output of the same structure with another first tensor."""
+    return type(output)([first, *output[1:]]) if isinstance(output, (tuple, list)) else first
+
+
 @dataclass
 class Call:
     """One call of a module.
 
     Args:
         rows: Inputs that differ from row to row, by parameter name; the first is the hidden states.
-        fixed: All other arguments (positions, masks): the same for every batch of the same shape.
+        fixed: All other arguments (positions, masks).
         output: `[B, T, D]`, None if the pass was stopped before.
     """
 
@@ -40,8 +56,9 @@ class Call:
 
 
 def _arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-    signature = inspect.signature(module.forward)
-    bound = dict(signature.bind_partial(*args, **kwargs).arguments)
+    signature = inspect.signature(type(module).forward)
+    bound = dict(signature.bind_partial(module, *args, **kwargs).arguments)
+    bound.pop(next(iter(signature.parameters)))
     for name, parameter in signature.parameters.items():
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
             bound |= bound.pop(name, {})
@@ -50,50 +67,249 @@ def _arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     return Call(rows, {n: x for n, x in bound.items() if n not in rows})
 
 
-class Stream:
-    """A model's hidden states at the input of one of its blocks, batch by batch.
+def block_paths(model: nn.Module, path: str, layer: int) -> list[str]:
+    """Paths of all blocks of the stack that holds a module, those without attention included.
 
-    Only that one stream is kept. Where blocks are no plain chain (each reading what the last one returned),
-    every look inside runs the whole model up to there instead: slower, the same numbers.
+    Args:
+        model: The model.
+        path: Of a module inside a block.
+        layer: The number of that block, as it stands in `path`.
+    """
+    parts = path.split(".")
+    container = ".".join(parts[: parts.index(str(layer))])
+    return [f"{container}.{name}" for name, _ in model.get_submodule(container).named_children()]
+
+
+class Stream:
+    """A model's hidden states at the input of one of its blocks.
+
+    Only that one stream is kept, and of the model only the current block is run. Where blocks are no plain
+    chain (each reading what the last one returned), every look inside runs the whole model up to there
+    instead: slower, the same numbers, and all its weights are needed.
 
     Args:
         model: In eval mode.
-        inputs: `[N, T]` ids or keyword tensors; N must be a multiple of `size`.
-        size: Rows per batch.
+        inputs: `[N, T]` ids or keyword tensors.
+        size: Rows per batch; the last one may have fewer.
         blocks: Paths of its blocks, in order.
+        memory: Where the hidden states lie; beside the model by default.
+        chained: Whether the blocks are a chain; None finds out, for which the first block is run once.
     """
 
-    def __init__(self, model: nn.Module, inputs: Batch | Tensor, size: int, blocks: Sequence[str]) -> None:
-        self.model, self.size = model, size
-        self.batches = list(batches(inputs, size))
-        self.blocks, self.at = list(blocks), 0
-        self._calls = _all_calls(model, self.blocks, self.batches[0])
-        self.chained = all(
-            a.output is not None and torch.equal(a.output, next(iter(b.rows.values())))
-            for a, b in zip(self._calls, self._calls[1:], strict=False)
-        )
-        first = model.get_submodule(self.blocks[0])
-        self._rows = [self.call(first, i, before=True).rows for i in range(len(self.batches))]
+    def __init__(
+        self,
+        model: nn.Module,
+        inputs: Batch | Tensor,
+        size: int,
+        blocks: Sequence[str],
+        memory: Memory | None = None,
+        chained: bool | None = None,
+    ) -> None:
+        self.model, self.size, self.blocks, self.at = model, size, list(blocks), 0
+        self.memory = memory or Memory(device=model_device(model))
+        self.inputs = {"input_ids": inputs} if isinstance(inputs, Tensor) else dict(inputs)
+        self.batches = list(batches(self.inputs, size))
+        self.count = len(next(iter(self.inputs.values())))
+        self.masked = any(name in self.inputs for name in MASKS)
+        self._returned: list[list[Any]] = [[] for _ in self.batches]  # per batch, what each block returned
+        self._fixed: dict[Any, dict[str, Any]] = {}
+        self.rows = self._first_rows()
+        self.chained = self._is_chain() if chained is None else chained
+
+    # --- how the model calls its blocks --------------------------------------------------------------------
+
+    def _first_rows(self) -> dict[str, RowStore]:
+        """The inputs of the first block."""
+        stores: dict[str, RowStore] = {}
+        for i in range(len(self.batches)):
+            call = self._enter_block(self.batches[i], [])
+            for name, x in call.rows.items():
+                if len(x) != len(next(iter(self.batches[i].values()))):
+                    raise UnsupportedModelError(
+                        f"hidden states of shape {tuple(x.shape)} do not have one row a text",
+                        where=self.blocks[0],
+                        fix="convert without --calibration",
+                    )
+                if name not in stores:
+                    stores[name] = RowStore((self.count, *x.shape[1:]), x.dtype, self.memory)
+                stores[name].write(self.rows_of(i), x)
+        return stores
+
+    def rows_of(self, i: int) -> slice:
+        """The rows of a batch."""
+        return slice(i * self.size, min(self.count, (i + 1) * self.size))
+
+    @torch.no_grad()
+    def _enter_block(self, batch: Batch, returned: Sequence[Any]) -> Call:
+        """How the model calls the block after those that returned `returned`, on a batch; none of them is run."""
+        found: list[Call] = []
+
+        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            found.append(_arguments(module, args, kwargs))
+            raise _Reached
+
+        block = self.model.get_submodule(self.blocks[len(returned)])
+        hook = block.register_forward_pre_hook(enter, with_kwargs=True)
+        try:
+            with self._stand_ins(returned):
+                run(self.model, batch, self.memory.device)
+        except _Reached:
+            pass
+        finally:
+            hook.remove()
+        return found[-1]
+
+    @contextlib.contextmanager
+    def _stand_ins(self, returned: Sequence[Any]) -> Iterator[None]:
+        """While open, the first blocks are not run and return what is given."""
+        blocks = [self.model.get_submodule(path) for path in self.blocks[: len(returned)]]
+        own = [vars(block).get("forward") for block in blocks]  # accelerate puts one there
+        try:
+            for block, output in zip(blocks, returned, strict=True):
+                block.forward = lambda *args, _output=output, **kwargs: _output
+            yield
+        finally:
+            for block, forward in zip(blocks, own, strict=True):
+                del block.forward
+                if forward is not None:
+                    block.forward = forward
+
+    def _is_chain(self) -> bool:
+        """Whether each block reads the very tensor that the one before returned (the first block is run once)."""
+        if len(self.blocks) == 1:
+            return True
+        output = self._run(self._read(self.rows_of(0)), self.fixed(0))
+        marker = _marker(first_tensor(output))
+        passed: list[bool] = []
+
+        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            call = _arguments(module, args, kwargs)
+            passed.append(next(iter(call.rows.values()), None) is marker)
+
+        later = [self.model.get_submodule(path) for path in self.blocks[1:]]
+        hooks = [block.register_forward_pre_hook(enter, with_kwargs=True) for block in later]
+        try:
+            with torch.no_grad(), self._stand_ins([_with_first(output, marker)] * len(self.blocks)):
+                run(self.model, self.batches[0], self.memory.device)
+        except (RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError):
+            return False  # blocks that return other things than the first one
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return len(passed) == len(later) and all(passed)
+
+    @torch.no_grad()
+    def fixed(self, i: int, rows: int | None = None, key: str = "") -> dict[str, Any]:
+        """What the model passes to the current block beside the rows, for a batch or its first rows.
+
+        Args:
+            i: The batch.
+            rows: How many of its rows; all by default.
+            key: Distinguishes settings of the model under which it passes other things.
+        """
+        which = i if self.masked else 0
+        if not self.masked and rows is None and i == len(self.batches) - 1:
+            rows = self.count - i * self.size
+        if rows == len(next(iter(self.batches[which].values()))):
+            rows = None
+        name = (self.at, which, rows, key)
+        if name not in self._fixed:
+            self._fixed = {known: x for known, x in self._fixed.items() if known[0] == self.at}
+            batch = {n: x[:rows] for n, x in self.batches[which].items()} if rows else self.batches[which]
+            returned = self._returned[which][: self.at]
+            if rows:
+                returned = [_with_first(x, first_tensor(x)[:rows]) for x in returned]
+            self._fixed[name] = self._enter_block(batch, returned).fixed
+        return self._fixed[name]
+
+    # --- the current block ---------------------------------------------------------------------------------
 
     @property
     def block(self) -> nn.Module:
         """The block whose input the stream is at."""
         return self.model.get_submodule(self.blocks[self.at])
 
+    def _read(self, rows: slice) -> dict[str, Tensor]:
+        return {name: store.read(rows) for name, store in self.rows.items()}
+
     @torch.no_grad()
-    def advance(self) -> None:
-        """Move past the current block, as it is now."""
+    def _run(self, rows: Mapping[str, Tensor], fixed: Mapping[str, Any]) -> Any:
+        return self.block(**rows, **fixed)
+
+    @torch.no_grad()
+    def run_block(self, i: int, part: slice | None = None, key: str = "") -> Any:
+        """Run the current block on a batch, or on some rows of it (of an input without masks).
+
+        Args:
+            i: The batch.
+            part: Rows of the batch; all by default.
+            key: See `fixed`.
+        """
+        if part is None:
+            return self._run(self._read(self.rows_of(i)), self.fixed(i, key=key))
+        start = i * self.size
+        rows = self._read(slice(start + part.start, start + part.stop))
+        return self._run(rows, self.fixed(i, part.stop - part.start, key))
+
+    @torch.no_grad()
+    def outputs(self, into: RowStore | None = None) -> RowStore:
+        """What the current block returns on every row.
+
+        Args:
+            into: Where to write it; the rows themselves, in place, are allowed.
+        """
+        store = into or self._like()
+        for i in range(len(self.batches)):
+            output = self.run_block(i) if self.chained else self.call(self.block, i).output
+            self._keep(i, output)
+            store.write(self.rows_of(i), first_tensor(output))
+        return store
+
+    def _like(self) -> RowStore:
+        hidden = next(iter(self.rows.values()))
+        return RowStore(tuple(hidden.data.shape), hidden.data.dtype, self.memory)
+
+    def _keep(self, i: int, output: Any) -> None:
+        """Remember the structure of what a block returned, for the pass to the next one."""
+        if self.chained and (self.masked or i == 0) and len(self._returned[i]) == self.at:
+            self._returned[i].append(_with_first(output, _marker(first_tensor(output))))
+
+    @torch.no_grad()
+    def advance(self, outputs: RowStore | None = None) -> None:
+        """Move past the current block, as it is now.
+
+        Args:
+            outputs: From `outputs`, where they have been computed.
+        """
         if self.chained:
-            for i, rows in enumerate(self._rows):
-                rows[next(iter(rows))] = self._through(i)
+            name = next(iter(self.rows))
+            self.rows[name] = outputs or self.outputs(self.rows[name])
         self.at += 1
 
-    def _through(self, i: int) -> Tensor:
-        return first_tensor(self.block(**self._rows[i], **self._calls[self.at].fixed))
+    def jump(self, hidden: Tensor, like: Stream) -> None:
+        """Move past the current block without running it.
+
+        Args:
+            hidden: What it returned, `[N, T, D]`.
+            like: A stream of the same model and inputs that has passed it.
+        """
+        self.skip(like)
+        next(iter(self.rows.values())).write(slice(0, self.count), hidden)
+
+    def skip(self, like: Stream) -> None:
+        """`jump` where what the block returned is of no use."""
+        for own, known in zip(self._returned, like._returned, strict=True):
+            own[self.at :] = known[self.at : self.at + 1]
+        self.at += 1
 
     @torch.no_grad()
     def call(self, module: nn.Module, i: int, *, before: bool = False) -> Call:
         """The call of `module`, in the current block, on batch `i`; with `before` it is not run itself."""
+        if self.chained and module is self.block:
+            call = Call(self._read(self.rows_of(i)), self.fixed(i))
+            if not before:
+                call.output = first_tensor(self._run(call.rows, call.fixed))
+            return call
         found: list[Call] = []
 
         def enter(mod: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -110,10 +326,10 @@ class Stream:
             module.register_forward_hook(leave),
         ]
         try:
-            if self.chained and hasattr(self, "_rows"):
-                self._through(i)
+            if self.chained:
+                self.run_block(i)
             else:
-                run(self.model, self.batches[i])
+                run(self.model, self.batches[i], self.memory.device)
         except _Reached:
             pass
         finally:
@@ -121,32 +337,28 @@ class Stream:
                 hook.remove()
         return found[-1]
 
+    # --- after the last block ------------------------------------------------------------------------------
 
-@torch.no_grad()
-def _all_calls(model: nn.Module, blocks: Sequence[str], batch: Batch) -> list[Call]:
-    """How the model calls each of its blocks on a batch."""
-    calls: dict[str, Call] = {}
-    hooks = []
+    @torch.no_grad()
+    def logits(self, i: int) -> Tensor:
+        """What the model predicts from the hidden states after its last block, `[B, T, V]`, on batch `i`."""
+        assert self.at == len(self.blocks)
+        if not self.chained:
+            return self.model(**_on(self.batches[i], self.memory.device), use_cache=False).logits
+        hidden = next(iter(self._read(self.rows_of(i)).values()))
+        returned = list(self._returned[i if self.masked else 0])
+        returned[-1] = _with_first(returned[-1], hidden)
+        with self._stand_ins(returned):
+            return self.model(**_on(self.batches[i], self.memory.device), use_cache=False).logits
 
-    def watch(path: str) -> None:
-        def enter(mod: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            calls[path] = _arguments(mod, args, kwargs)
 
-        def leave(mod: nn.Module, args: Any, output: Any) -> None:
-            calls[path].output = first_tensor(output)
+def _on(batch: Batch, device: torch.device) -> dict[str, Tensor]:
+    return {name: x.to(device) for name, x in batch.items()}
 
-        block = model.get_submodule(path)
-        hooks.append(block.register_forward_pre_hook(enter, with_kwargs=True))
-        hooks.append(block.register_forward_hook(leave))
 
-    try:
-        for path in blocks:
-            watch(path)
-        run(model, batch)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return [calls[path] for path in blocks]
+def _marker(hidden: Tensor) -> Tensor:
+    """Stands for hidden states where only their shape matters; takes no memory."""
+    return hidden.new_zeros(()).expand(hidden.shape)
 
 
 @dataclass
@@ -154,70 +366,77 @@ class Calls:
     """Calls of one module, ready to be repeated in batches of one size.
 
     Args:
-        rows: Parameter name -> `[N, T, D]`.
-        fixed: The other arguments, as of a batch of `size` rows.
+        rows: Parameter name -> rows `[N, T, D]`.
         target: `[N, T, D]` what the module should return.
+        span: Which of the rows take part.
+        fixed: Number of a batch -> the other arguments.
         size: Rows per batch; masks may depend on it.
-        metric: `[D, D]` or None: errors are multiplied by it, each token's taken relative to its target's
-            length (what follows normalises it); trace(metric metricᵀ) is D.
+        masked: Whether every batch has masks of its own: only its rows go together then.
+        scale: Squared errors are relative to this.
     """
 
-    rows: dict[str, Tensor]
-    fixed: dict[str, Any]
-    target: Tensor
+    rows: Mapping[str, RowStore]
+    target: RowStore
+    span: range
+    fixed: Callable[[int], Mapping[str, Any]]
     size: int
-    metric: Tensor | None = None
-    scale: float = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.scale = float(self.target.float().var()) or 1.0 if self.metric is None else 1.0
+    masked: bool = False
+    scale: float = 1.0
 
     def __len__(self) -> int:
-        return len(self.target)
+        return len(self.span)
 
-    def loss(self, output: Tensor, index: Tensor) -> Tensor:
-        """Mean squared error of `output` on the rows `index`, about relative to the target's variance."""
-        target = self.target[index].float()
-        error = output.float() - target
-        if self.metric is not None:
-            error = error @ self.metric / target.square().mean(-1, keepdim=True).sqrt().clamp_min(1e-12)
-        return error.square().mean() / self.scale
+    def in_order(self) -> Iterator[Tensor]:
+        """Row numbers of one batch after the other."""
+        yield from torch.arange(len(self)).split(self.size)
 
-    def output(self, module: nn.Module, index: Tensor) -> Tensor:
-        """Run `module` alone on the rows `index` (`size` of them)."""
-        return first_tensor(module(**{name: x[index] for name, x in self.rows.items()}, **self.fixed))
+    def fetch(self, index: Tensor) -> tuple[Tensor, ...]:
+        """The target and the inputs of some rows, on the device.
+
+        Args:
+            index: Numbers within the span.
+        """
+        where = index + self.span.start
+        consecutive = bool((where.diff() == 1).all())
+        rows = slice(int(where[0]), int(where[-1]) + 1) if consecutive else where
+        return (self.target.read(rows), *(store.read(rows) for store in self.rows.values()))
+
+    def output(self, module: nn.Module, inputs: Sequence[Tensor], index: Tensor) -> Tensor:
+        """Run `module` alone on fetched inputs (`size` of them)."""
+        batch = (self.span.start + int(index[0])) // self.size if self.masked else 0
+        return first_tensor(module(**dict(zip(self.rows, inputs, strict=True)), **self.fixed(batch)))
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        """Mean squared error relative to `scale`."""
+        return (output.float() - target.float()).square().mean() / self.scale
 
 
 def gather(
-    student: Stream,
-    module: nn.Module,
-    teacher: Stream,
-    target: nn.Module,
-    own: bool,
-    which: range,
-    metric: Tensor | None = None,
+    source: Stream, read: nn.Module, target: Callable[[int], Tensor], student: Stream, module: nn.Module
 ) -> Calls:
-    """Pair what `module` reads with what the original's module returns.
+    """Calls of a module of the student: what it reads, and what it should return.
 
     Args:
-        student, module: Where the student is, and its module.
-        teacher, target: Where the original is, and its module.
-        own: Whether `module` reads what it sees in the student, or what the original's sees.
-        which: Batches.
-        metric: See `Calls`.
+        source, read: The stream, and the module in its model, whose inputs are taken.
+        target: Batch -> what the module should return.
+        student, module: The student's stream and module: its masks and positions are used.
     """
-    sample = student.call(module, which[0], before=True)
-    kept: dict[str, list[Tensor]] = {name: [] for name in sample.rows}
-    targets = []
-    for i in which:
-        wanted = teacher.call(target, i)
-        assert wanted.output is not None
-        targets.append(wanted.output)
-        source = student.call(module, i, before=True).rows if own else wanted.rows
-        for name, x in zip(kept, source.values(), strict=True):  # parameter names may differ
-            kept[name].append(x)
-    rows = {name: torch.cat(x) for name, x in kept.items()}
-    return Calls(rows, sample.fixed, torch.cat(targets), student.size, metric)
+    count = len(source.batches)
+    names = list(student.call(module, 0, before=True).rows)  # parameter names may differ between classes
+    rows: list[RowStore] = []
+    targets: RowStore | None = None
+    for i in range(count):
+        values, wanted = list(source.call(read, i, before=True).rows.values()), target(i)
+        where = source.rows_of(i)
+        rows = rows or [RowStore((source.count, *x.shape[1:]), x.dtype, source.memory) for x in values]
+        targets = targets or RowStore((source.count, *wanted.shape[1:]), wanted.dtype, source.memory)
+        targets.write(where, wanted)
+        for store, x in zip(rows, values, strict=True):
+            store.write(where, x)
+    assert targets is not None
+    fixed = {i: student.call(module, i, before=True).fixed for i in range(count if student.masked else 1)}
+    stores = dict(zip(names, rows, strict=True))
+    return Calls(stores, targets, range(source.count), fixed.__getitem__, source.size, student.masked)
 
 
 def slice_rows(inputs: Batch | Tensor, stop: int) -> Batch | Tensor:

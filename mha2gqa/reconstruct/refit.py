@@ -8,9 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from .hidden_states import Stream, first_tensor
+from .hidden_states import Stream
+from .ranks import Ranks
 
-STRONGER = (10.0, 100.0, 1000.0)  # pulls tried where the configured one does harm, as multiples of it
+ALONE = Ranks()
+STRONGER = (10.0, 100.0, 1000.0)  # ridges tried where the configured one does harm, as multiples of it
 
 
 def ridge_solution(gram: Tensor, cross: Tensor, prior: Tensor, ridge: float, free: int = 0) -> Tensor:
@@ -21,37 +23,16 @@ def ridge_solution(gram: Tensor, cross: Tensor, prior: Tensor, ridge: float, fre
         cross: `[n, D]`, ZᵀY.
         prior: `[n, D]`, W₀.
         ridge: Relative strength.
-        free: How many of the last rows (a bias) are not pulled.
+        free: How many of the last rows (a bias) are not penalised.
     """
-    pull = ridge * gram.diagonal()[: len(gram) - free].mean()
-    weight = torch.full((len(gram),), float(pull), dtype=gram.dtype, device=gram.device)
+    strength = ridge * gram.diagonal()[: len(gram) - free].mean()
+    weight = torch.full((len(gram),), float(strength), dtype=gram.dtype, device=gram.device)
     # A dead student (all zero) and a free bias still need a solvable system.
     weight = weight.clamp_min(1e-12 * float(gram.diagonal().max()) or 1.0)
     if free:
         weight[-free:] = 1e-12 * float(gram.diagonal().max())
     left = gram + torch.diag(weight)
     return torch.linalg.solve(left, cross + weight[:, None] * prior)
-
-
-def delivered(teacher: Stream, target: nn.Module) -> Callable[[int], Tensor]:
-    """What the original's `target` returns, batch by batch: what an output projection should."""
-
-    def wanted(i: int) -> Tensor:
-        output = teacher.call(target, i).output
-        assert output is not None
-        return output
-
-    return wanted
-
-
-def undrifted(teacher: Stream, target: nn.Module, module: nn.Module) -> Callable[[int], Tensor]:
-    """What `module` makes of the inputs that the original's `target` reads: what it should make of its own.
-
-    Merging is optimal for the original's inputs; those of the student have drifted. Queries of a module with
-    the best shared keys need no other refit: no linear map of the input does better than the merged one
-    where inputs have not moved.
-    """
-    return lambda i: first_tensor(module(next(iter(teacher.call(target, i, before=True).rows.values()))))
 
 
 @dataclass
@@ -78,8 +59,9 @@ def _moments(
     which: range,
     prior: Tensor,
     bias: bool,
+    ranks: Ranks,
 ) -> _Moments:
-    """Moments over the batches `which`; with a bias, z gets a last dim of ones."""
+    """Moments over the batches `which` of all ranks; with a bias, z gets a last dim of ones."""
     n, width = prior.shape
     sums = _Moments(prior.new_zeros(n, n), prior.new_zeros(n, width))
     for i in which:
@@ -89,6 +71,8 @@ def _moments(
             z = torch.cat([z, z.new_ones(len(z), 1)], 1)
         sums.gram += z.T @ z
         sums.cross += z.T @ y.flatten(0, -2).to(torch.float64)
+    ranks.sum(sums.gram)
+    ranks.sum(sums.cross)
     return sums
 
 
@@ -101,38 +85,42 @@ def refit(
     *,
     transposed: bool = False,
     ridge: float = 1e-3,
+    ranks: Ranks = ALONE,
 ) -> float | None:
     """Refit a projection in place: ridge least squares of its outputs onto `wanted`.
 
     How many tokens really say something differs from layer to layer: where a few of them carry the output's
-    energy, a weak pull fits their noise. Where the refitted projection comes out worse than the merged one on
-    held-out batches, stronger pulls are tried, and the best of them and of no refit is taken. A pull that helps
-    is not second-guessed: held-out errors of two helpful pulls are close, and few tokens decide between them.
+    energy, a weak ridge fits their noise. Where the refitted projection comes out worse than the merged one on
+    held-out batches, stronger ones are tried, and the best of them and of no refit is taken. A ridge that helps
+    is not second-guessed: held-out errors of two helpful ones are close, and few tokens decide between them.
 
     Args:
         student, module: Where the student is, and the projection (a linear layer).
         wanted: Batch number -> outputs `[B, T, rows]` that it should give.
-        split: Batches to solve on, and batches to validation by.
+        split: Batches to solve on, and batches to validate by.
         transposed: Whether weights are stored `[in, out]`.
-        ridge: The pull, see `ReconstructConfig`.
+        ridge: Strength of the ridge, see `ReconstructConfig`.
+        ranks: Who shares the rows.
 
     Returns:
-        The pull that was chosen; None if the projection stays as it was.
+        The ridge that was chosen; None if the projection stays as it was.
     """
     weight: Tensor = module.weight  # type: ignore[assignment]
     bias: Tensor | None = getattr(module, "bias", None)
     prior = (weight if transposed else weight.T).to(torch.float64)  # [H e, D]
     if bias is not None:
         prior = torch.cat([prior, bias.to(torch.float64)[None]])
-    seen, validation = (_moments(student, module, wanted, which, prior, bias is not None) for which in split)
+    seen, validation = (
+        _moments(student, module, wanted, which, prior, bias is not None, ranks) for which in split
+    )
     best, solution, chosen = validation.error(prior), None, None
-    for pull in (ridge, *(ridge * times for times in STRONGER)):
+    for strength in (ridge, *(ridge * times for times in STRONGER)):
         if chosen == ridge:
             break
-        tried = ridge_solution(seen.gram, seen.cross, prior, pull, free=0 if bias is None else 1)
+        tried = ridge_solution(seen.gram, seen.cross, prior, strength, free=0 if bias is None else 1)
         error = validation.error(tried)
         if error < best:
-            best, solution, chosen = error, tried, pull
+            best, solution, chosen = error, tried, strength
     if solution is None:
         return None
     new = solution if bias is None else solution[:-1]

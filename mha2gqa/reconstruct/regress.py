@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 
@@ -11,7 +10,12 @@ from torch import Tensor, nn
 
 from ..config.reconstruct import ReconstructConfig
 from .hidden_states import Calls
+from .ranks import Ranks
+from .row_store import Prefetched
 from .train_state import autocast
+
+ALONE = Ranks()
+STRATA = 8  # at most so many processes can share a step's rows
 
 
 def rate(step: int, config: ReconstructConfig) -> float:
@@ -25,8 +29,26 @@ def rate(step: int, config: ReconstructConfig) -> float:
     return 1 - done if config.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
 
 
-def row_order(count: int, size: int, seed: int) -> Iterator[Tensor]:
-    """Endless index batches: every row once per round, in a new order each round."""
+def row_order(count: int, size: int, seed: int, ranks: Ranks = ALONE) -> Iterator[Tensor]:
+    """Endless index batches: every row once per round, in a new order each round.
+
+    Each batch takes as many rows of every residue class (of 2, 4 or 8): ranks that hold every n-th row then share
+    the very batches that one rank alone takes.
+
+    Args:
+        count, size: Rows, and rows of a batch, over all ranks.
+        seed: Of the orders.
+        ranks: Which rows are this rank's; only those are given, by their number on this rank.
+    """
+    strata = math.gcd(count, size, STRATA)
+    orders = [_order(count // strata, size // strata, seed * STRATA + s) for s in range(strata)]
+    while True:
+        batch = [next(order) * strata + s for s, order in enumerate(orders)]
+        yield torch.cat(batch[ranks.rank :: ranks.count]) // ranks.count
+
+
+def _order(count: int, size: int, seed: int) -> Iterator[Tensor]:
+    """`row_order` of one residue class."""
     generator = torch.Generator().manual_seed(seed)
     left = torch.empty(0, dtype=torch.long)
     while True:
@@ -36,15 +58,35 @@ def row_order(count: int, size: int, seed: int) -> Iterator[Tensor]:
         left = left[size:]
 
 
+def batch_order(calls: Calls, seed: int, ranks: Ranks = ALONE) -> Iterator[Tensor]:
+    """`row_order` of some calls; rows with masks of their own stay in their batches."""
+    if not calls.masked:
+        yield from row_order(len(calls) * ranks.count, calls.size * ranks.count, seed, ranks)
+    for number in _order(len(calls) // calls.size, 1, seed):
+        yield torch.arange(calls.size) + calls.size * number
+
+
+def variance(calls: Calls, ranks: Ranks = ALONE) -> float:
+    """Variance of all elements of the targets (of all ranks)."""
+    sums = torch.zeros(3, dtype=torch.float64, device=calls.target.memory.device)
+    for index in calls.in_order():
+        y = calls.fetch(index)[0].double()
+        sums += torch.stack([sums.new_tensor(y.numel()), y.sum(), y.square().sum()])
+    count, total, squares = ranks.sum(sums).tolist()
+    return max(0.0, squares / count - (total / count) ** 2) * count / max(1.0, count - 1)
+
+
 @torch.no_grad()
-def relative_error(module: nn.Module, calls: Calls) -> float:
-    """Squared error over the target's variance, on all rows."""
-    total = 0.0
-    for index in torch.arange(len(calls)).split(calls.size):
-        with autocast(calls.target):
-            out = calls.output(module, index)
-        total += float(calls.loss(out, index)) * len(index)
-    return total / len(calls)
+def relative_error(module: nn.Module, calls: Calls, ranks: Ranks = ALONE) -> float:
+    """Squared error over the target's variance, on all rows (of all ranks)."""
+    total = torch.zeros(2, dtype=torch.float64)
+    for index in calls.in_order():
+        target, *inputs = calls.fetch(index)
+        with autocast(target):
+            out = calls.output(module, inputs, index)
+        total += torch.tensor([float(calls.loss(out, target)) * len(index), len(index)], dtype=torch.float64)
+    total = ranks.sum(total.to(calls.target.memory.device)).cpu()
+    return float(total[0] / total[1])
 
 
 def _optimizer(
@@ -64,29 +106,40 @@ def regress(
     module: nn.Module,
     parameters: Sequence[nn.Parameter],
     train: Calls,
-    held_out: Calls,
+    validation: Calls,
     config: ReconstructConfig,
+    ranks: Ranks = ALONE,
 ) -> int:
-    """Train `parameters` of `module` until it returns its targets; the best weights seen are kept.
+    """Train `parameters` of `module` until it returns its targets; the best weights on the validation rows are kept.
 
     Args:
         module: What is run: an attention module, or the block around it.
         parameters: What is trained: float32, asking for gradients, and nothing else of the module.
-        train, held_out: Rows and targets.
+        train, validation: Rows and targets; of this rank, where there are several.
         config: Steps, rate, patience.
+        ranks: Who shares the rows.
 
     Returns:
         Steps made.
     """
-    order = row_order(len(train), train.size, config.seed)
+    device = train.target.memory.device
+
+    def ordered() -> Iterator[tuple[Tensor, ...]]:
+        for index in batch_order(train, config.seed, ranks):
+            yield (index, *train.fetch(index))
+
+    fetched = Prefetched(ordered(), device) if train.target.distant else ordered()
 
     def backward() -> None:
-        index = next(order).to(train.target.device)
-        with autocast(train.target):
-            out = train.output(module, index)
-        train.loss(out, index).backward()
+        index, target, *inputs = next(fetched)
+        with autocast(target):
+            out = train.output(module, inputs, index)
+        train.loss(out, target).backward()
+        for p in parameters if ranks.count > 1 else ():
+            assert p.grad is not None
+            ranks.sum(p.grad).div_(ranks.count)
 
-    return minimise(parameters, backward, lambda: relative_error(module, held_out), config)
+    return minimise(parameters, backward, lambda: relative_error(module, validation, ranks), config)
 
 
 def minimise(
@@ -95,12 +148,12 @@ def minimise(
     validate: Callable[[], float],
     config: ReconstructConfig,
 ) -> int:
-    """Adam down a loss; the weights that `validate` liked best are kept.
+    """Adam down a loss; the weights with the least validation error are kept.
 
     Args:
         parameters: What is trained.
         backward: Adds the gradients of the next batch to them.
-        judge: An error of the parameters as they are, lower is better.
+        validate: An error of the parameters as they are, lower is better.
         config: Steps, rate, schedule, patience.
 
     Returns:
@@ -109,46 +162,20 @@ def minimise(
     best, waited = validate(), 0
     kept, step = [p.detach().clone() for p in parameters], -1
     optimizer, peaks = _optimizer(parameters, config)
-    averaged: list[Tensor] = []
-    first_averaged = config.steps - int(config.average * config.steps)
     for step in range(config.steps):
         for group, peak in zip(optimizer.param_groups, peaks, strict=True):
             group["lr"] = peak * rate(step, config)
         backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        if step >= first_averaged:
-            _average(averaged, parameters, step - first_averaged)
         if (step + 1) % config.check_every == 0 or step + 1 == config.steps:
-            with _swapped(parameters, averaged):
-                now = validate()
-                waited = 0 if now < best else waited + 1
-                if now < best:
-                    best, kept = now, [p.detach().clone() for p in parameters]
+            now = validate()
+            waited = 0 if now < best else waited + 1
+            if now < best:
+                best, kept = now, [p.detach().clone() for p in parameters]
             if waited >= config.patience or not math.isfinite(now):
                 break
     with torch.no_grad():
         for p, x in zip(parameters, kept, strict=True):
             p.copy_(x)
     return step + 1
-
-
-@torch.no_grad()
-def _average(averaged: list[Tensor], parameters: Sequence[nn.Parameter], seen: int) -> None:
-    """Running mean of the weights, in place."""
-    if not averaged:
-        averaged += [p.detach().clone() for p in parameters]
-    for mean, p in zip(averaged, parameters, strict=True):
-        mean.lerp_(p, 1 / (seen + 1))
-
-
-@contextlib.contextmanager
-def _swapped(parameters: Sequence[nn.Parameter], averaged: Sequence[Tensor]) -> Iterator[None]:
-    """Hold the averaged weights for a while, if there are any."""
-    own = [p.detach().clone() for p in parameters] if averaged else []
-    with torch.no_grad():
-        for p, x in zip(parameters, averaged, strict=False):
-            p.copy_(x)
-        yield
-        for p, x in zip(parameters, own, strict=False):
-            p.copy_(x)

@@ -1,0 +1,584 @@
+"""The layer walk: measure, group, merge and fit one decoder block after the other, on the streams of both models.
+
+Only one block of the original and of the converted model has its weights on the device. Where the original is in
+memory as a whole, the walk is the same and its blocks simply stay.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import distributed, progress
+from ..calibration import (
+    SecondMoments,
+    Statistics,
+    attention_instances,
+    check_finite_moments,
+    collect,
+    data_digest,
+    fingerprint,
+    module_key,
+    moment_rows,
+    moment_warnings,
+    observing,
+)
+from ..checkpoints.streaming import Layers
+from ..errors import CheckpointError, UsageError
+from ..reconstruct import LayerFit, ReconstructConfig
+from ..reconstruct.driver import Fitter, find_pairs, split_batches
+from ..reconstruct.hidden_states import Stream, block_paths
+from ..reconstruct.ranks import Ranks
+from ..reconstruct.row_store import Memory, choose_place
+from ..reconstruct.train_state import frozen, repeatable
+from .in_memory import empty_copy
+from .inputs import SPAN_LABELS, Inputs, held_out_loss
+from .options import CALIBRATED, CalibrationOptions
+from .plan import ModulePlan, Plan
+from .rewrite import ModuleConverter
+from .search import grouped
+from .storing import result_spec
+from .work_dir import FinishedBlock, WorkDir
+
+OBSERVED = "observed"  # the blocks' arguments under the attention function that is observed
+LOGITS = {"cpu": 2**26, "cuda": 2**28}  # logits of one batch of validation rows that exist at a time
+
+
+class NotAChain(Exception):
+    """The blocks of a model do not simply feed each other: all of it must be in memory."""
+
+
+@dataclass
+class Converted:
+    """A converted model.
+
+    Args:
+        model: Complete where the original was in memory; otherwise its blocks are in the work folder.
+        plan: How, in the names of the original's state dict.
+        reports: By module path.
+        about: Tokens, losses, seconds: for the result and the manifest.
+        warnings: What the user should know.
+    """
+
+    model: Any
+    plan: Plan
+    reports: dict[str, dict[str, Any]] = field(default_factory=dict)
+    about: dict[str, Any] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+
+
+class Clock:
+    """Seconds per stage."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, stage: str) -> Iterator[None]:
+        began = time.monotonic()
+        yield
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.seconds[stage] = round(self.seconds.get(stage, 0.0) + time.monotonic() - began, 2)
+
+
+class Walk:
+    """One walk over the blocks of a model.
+
+    Args:
+        layers: The original model, whose blocks are loaded one at a time.
+        plan: The conversion in the names of the original's state dict, its groupings as they are before a search.
+        inputs: What the model reads: rows to learn from.
+        validation: Rows to judge the result by; None where there are too few.
+        options: Grouping, statistics.
+        config: The stages after merging; None for none.
+        work: Keeps what is done of each block, and has what an earlier run has done; None leaves the blocks in
+            the converted model.
+        statistics: Second moments that are known already.
+    """
+
+    def __init__(
+        self,
+        layers: Layers,
+        plan: Plan,
+        inputs: Inputs,
+        validation: Inputs | None,
+        options: CalibrationOptions,
+        config: ReconstructConfig | None,
+        work: WorkDir | None = None,
+        statistics: Statistics | None = None,
+    ) -> None:
+        self.layers, self.teacher, self.plan, self.options = layers, layers.model, plan, options
+        self.inputs, self.validation, self.work, self.config = inputs, validation, work, config
+        self.statistics, self.given = statistics, statistics is not None
+        self.ranks, self.clock = Ranks.here(), Clock()
+        ordered = sorted(plan.modules, key=lambda m: (m.module.layer, m.module.kind != "self"))
+        self.blocks = block_paths(self.teacher, ordered[0].path, ordered[0].module.layer)
+        self.of_block = {b: [m.path for m in ordered if m.path.startswith(f"{b}.")] for b in self.blocks}
+        self.shapes = {name: tuple(x.shape) for name, x in self.teacher.state_dict().items()}
+        self.reports: dict[str, dict[str, Any]] = {}
+        self.fits: list[LayerFit] = []
+        self.measured: dict[str, SecondMoments] = {}
+        self.seen: dict[str, tuple[bool, int, int]] = {}  # module key -> observed, tokens, dims
+        self.rows: dict[str, Tensor] = {}  # of each projection, for the fingerprint
+        self.grouped_already = False
+        self.student = empty_copy(self.teacher, plan)
+        self.own_spec = result_spec(plan.spec, plan)
+        pairs = find_pairs(self.teacher, self.student, plan.spec, self.own_spec)
+        shared = {module_key(m.module) for m in plan.modules if not m.unchanged}
+        self.pairs = [pair for pair in pairs if module_key(pair.module) in shared]
+
+    # --- the whole ---------------------------------------------------------------------------------------
+
+    def run(self) -> Converted:
+        """Walk, and return the converted model with its reports.
+
+        Raises:
+            NotAChain: The blocks need all of the model, which is not in memory.
+            CheckpointError, DataError: Activations are not finite, or memory does not suffice; the module is named.
+        """
+        shown = progress.current()
+        with frozen(self.teacher, self.student), repeatable(), torch.no_grad():
+            self._begin()
+            done = 0 if self.work is None else self.work.count()
+            shown.stage(
+                "fitting" if self.config else "merging",
+                len(self.blocks),
+                "layers",
+                min(done, len(self.blocks)),
+            )
+            for number, block in enumerate(self.blocks):
+                try:
+                    self._visit(number, block)
+                except torch.OutOfMemoryError as error:
+                    raise self._too_large(block) from error
+                shown.advance(number + 1, self._note())
+            losses = self._losses()
+        return self._result(losses)
+
+    def _begin(self) -> None:
+        """Bring both models to the input of their first block."""
+        size = self._batch_rows()
+        width = int(self.teacher.config.get_text_config().hidden_size)
+        weight = next(p for p in self.teacher.parameters()).dtype.itemsize
+        device = self.layers.device
+        place = choose_place(3 * self.inputs.tokens * width * weight // self.ranks.count, device)
+        folder = self.work.root if self.work is not None else None
+        self.memory = Memory(place, device, folder)
+        self.layers.load(self.blocks[0])
+        self.original = Stream(self.teacher, self._share(self.inputs), size, self.blocks, self.memory)
+        if not self.original.chained and not self.layers.resident:
+            raise NotAChain
+        self._share_outside()
+        if self._all_at_once():
+            self._measure_all(size)
+        kept, beside = self.validation, Memory("device", device)
+        self.kept: dict[str, Stream] = {}
+        if kept is not None and self.original.chained:
+            rows = max(1, LOGITS.get(device.type, LOGITS["cuda"]) // (kept.window * self._vocabulary()))
+            for name in ("original", "merged", *(["fitted"] if self.config else [])):
+                model = self.teacher if name == "original" else self.student
+                self.kept[name] = Stream(model, kept.read, rows, self.blocks, beside, chained=True)
+        self.fitter: Fitter | None = None
+        if self.config is not None:
+            own = Stream(
+                self.student,
+                self._share(self.inputs),
+                size,
+                self.blocks,
+                self.memory,
+                chained=self.original.chained,
+            )
+            self.fitter = Fitter(
+                own,
+                self.original,
+                (self.plan.spec, self.own_spec),
+                split_batches(self.inputs.read, self.config),
+                self.config,
+                self.ranks,
+            )
+        if not self.original.chained:
+            self._merge_all()
+
+    def _visit(self, number: int, block: str) -> None:
+        """Do one block, or take what an earlier run has made of it, and move on."""
+        self.layers.load(block)
+        if number + 1 < len(self.blocks):
+            self.layers.prefetch(self.blocks[number + 1])
+        if self.work is not None and number < self.work.count():
+            self._restore(block, self.work.get(number))
+        else:
+            changed = self._make(block)
+            if self.work is not None and distributed.is_rank_zero():
+                self.work.put(number, self._finished(block, changed))
+            distributed.barrier()
+        if number + 1 < len(self.blocks):
+            if self.fitter is not None:
+                self.fitter.leave()
+            else:
+                self.original.advance()
+        self.layers.free(block)
+        if not self.layers.resident:
+            _forget(self.student.get_submodule(block))
+
+    def _make(self, block: str) -> list[str]:
+        """Measure, group, merge and fit the modules of a block; returns the names of the tensors that changed."""
+        if self.original.chained:
+            if not self.grouped_already:
+                self._measure(block)
+                self._group(self._modules(block))
+            changed = self._merge(block)
+            self._kept_past("original", "merged")
+        else:
+            changed = []
+        if self.fitter is not None:
+            self._fit(block)
+            self._kept_past("fitted")
+        return changed
+
+    # --- what is measured --------------------------------------------------------------------------------
+
+    def _measure(self, block: str) -> None:
+        """Second moments of the modules of a block, on the original's stream."""
+        paths = self.of_block[block]
+        if self.given or self.plan.method not in CALIBRATED or not paths:
+            return
+        with self.clock("statistics"):
+            modules = self._modules(block)
+            instances = attention_instances(self.teacher, [m.module for m in modules])
+            rows = moment_rows(self.teacher, self.inputs.window)
+            with observing(self.teacher, instances) as sums:
+                for i, batch in enumerate(self.original.batches):
+                    count = len(next(iter(batch.values())))
+                    step = count if self.original.masked else min(rows, count)
+                    for start in range(0, count, step):
+                        part = slice(start, min(count, start + step))
+                        self.original.run_block(i, None if self.original.masked else part, OBSERVED)
+                    check_finite_moments(sums.values())
+            for module in modules:
+                sums[module.path].pool(self.ranks.sum)
+                self._know(module, sums[module.path].finish())
+
+    def _know(self, module: ModulePlan, moments: SecondMoments) -> None:
+        """Keep a module's moments until it is merged, and what is told of them in the end."""
+        key = module_key(module.module)
+        self.measured[key] = moments
+        self.seen[key] = (moments.mixed is not None, moments.tokens, len(moments.inputs) - 1)
+        for role, name in module.names.items():
+            if role.endswith(".weight"):
+                self.rows[name] = self._read(name)[:2].detach().cpu()
+
+    def _measure_all(self, size: int) -> None:
+        """Moments and groupings of all modules before any is merged."""
+        if not self.original.chained:
+            with self.clock("statistics"):
+                found = collect(self.teacher, self.plan.spec, self.inputs.read)
+            for module in self.plan.modules if not self.given and self.plan.method in CALIBRATED else ():
+                self._know(module, found.of(module.module))
+        else:
+            progress.current().stage("statistics", len(self.blocks), "layers")
+            for number, block in enumerate(self.blocks):
+                self.layers.load(block)
+                self._measure(block)
+                self.original.advance()
+                self.layers.free(block)
+                progress.current().advance(number + 1)
+            self.layers.load(self.blocks[0])
+            self.original = Stream(
+                self.teacher, self._share(self.inputs), size, self.blocks, self.memory, chained=True
+            )
+        self._group(self.plan.modules)
+        self.grouped_already = True
+
+    def _all_at_once(self) -> bool:
+        """Whether one order of heads holds for all layers (a position bias that they share), or blocks are no chain."""
+        searched = self.options.how(self.plan) == "search"
+        together = any(
+            self.plan.spec.permutable_of(m.module.kind) == "model"
+            and len(m.grouping) not in (1, m.geometry.num_kv_heads)
+            for m in self.plan.modules
+        )
+        return not self.original.chained or (searched and together)
+
+    # --- what is merged ----------------------------------------------------------------------------------
+
+    def _group(self, modules: tuple[ModulePlan, ...] | list[ModulePlan]) -> None:
+        """Search which heads of these modules share."""
+        with self.clock("grouping"):
+            plan, facts = grouped(self.plan, self._read_anywhere, self._moments(), self.options, modules)
+            chosen = self.ranks.agree({m.path: m.grouping for m in plan.modules})
+            self.plan = plan.regrouped(chosen)
+            for path, fields in facts.items():
+                self.reports[path] = dict(fields)
+
+    def _merge(self, block: str) -> list[str]:
+        """Merge the modules of a block into the converted model's."""
+        with self.clock("merge"):
+            new: dict[str, Tensor] = {}
+            for module in self._modules(block):
+                moments = self._moments()
+                converter = ModuleConverter(self.plan, module, self.shapes, self._read, moments)
+                new |= {name: converter.tensor(role) for role, name in converter.names.items()}
+                if converter.report:
+                    self.reports[module.path] = converter.report | self.reports.get(module.path, {})
+                if not self.options.statistics:
+                    self.measured.pop(module_key(module.module), None)
+            self._fill(block, new)
+            return sorted(name for pair in self._pairs(block) for name in pair.module.names.values())
+
+    def _merge_all(self) -> None:
+        """All blocks of a model that is no chain, before any is fitted."""
+        for block in self.blocks:
+            self._merge(block)
+        if self.validation is not None:
+            self._whole_losses = {
+                "original": held_out_loss(self.teacher, self.validation),
+                "merged": held_out_loss(self.student, self.validation),
+            }
+
+    def _fill(self, block: str, new: dict[str, Tensor]) -> None:
+        """Give a block of the converted model its tensors: new ones, and the original's for the rest."""
+        module = self.student.get_submodule(block)
+        own = {name for pair in self._pairs(block) for name in pair.module.names.values()}
+        tensors = {}
+        for name in module.state_dict():
+            full = f"{block}.{name}"
+            x = new[full] if full in new else self._read(full)
+            alone = full in own or self.layers.resident  # what is trained must not be the original's
+            tensors[name] = x.detach().clone() if alone else x.detach()
+        module.load_state_dict(tensors, assign=True, strict=True)
+        module.requires_grad_(False)
+        self.ranks.copy_first(tensors[name] for name in sorted(tensors) if f"{block}.{name}" in own)
+
+    # --- what is fitted ----------------------------------------------------------------------------------
+
+    def _fit(self, block: str) -> None:
+        assert self.fitter is not None
+        with self.clock("fit"):
+            self.fitter.enter()
+            for pair in self._pairs(block):
+                fit = self.fitter.visit(pair)
+                self.fits.append(fit)
+                errors = {
+                    "error_merged": fit.before,
+                    "error_refitted": fit.refitted,
+                    "error_fitted": fit.after,
+                }
+                self.reports[fit.path] |= {name: x for name, x in errors.items() if x is not None}
+                self.reports[fit.path] |= {"steps": fit.steps}
+
+    # --- what is kept ------------------------------------------------------------------------------------
+
+    def _finished(self, block: str, changed: list[str]) -> FinishedBlock:
+        """A block as the work folder keeps it."""
+        tensors = {name: _tensor(self.student, name) for name in changed}
+        modules = {
+            m.path: {"grouping": [list(g) for g in m.grouping], "report": self.reports.get(m.path, {})}
+            for m in self._modules(block)
+        }
+        merged = self.kept.get("merged")
+        hidden = None if merged is None else next(iter(merged.rows.values())).data
+        moments: dict[str, Tensor] = {}
+        keys = [module_key(m.module) for m in self._modules(block)]
+        rows = {n: self.rows[n] for m in self._modules(block) for n in m.names.values() if n in self.rows}
+        for key in keys if self.options.statistics else ():
+            moments |= self.measured[key].tensors(key) if key in self.measured else {}
+        moments |= {f"rows.{name}": x for name, x in rows.items()}
+        seen = {key: self.seen[key] for key in keys if key in self.seen}
+        return FinishedBlock(tensors, modules, hidden, moments, {"seen": seen, "seconds": self.clock.seconds})
+
+    def _restore(self, block: str, done: FinishedBlock) -> None:
+        """Take a block that an earlier run finished, and move the streams of the validation rows past it."""
+        device = self.layers.device
+        self.plan = self.plan.regrouped(
+            {m.path: m.grouping for m in self.plan.modules}
+            | {path: tuple(map(tuple, known["grouping"])) for path, known in done.modules.items()}
+        )
+        self.reports |= {path: known["report"] for path, known in done.modules.items() if known["report"]}
+        self.seen |= {key: tuple(x) for key, x in done.info["seen"].items()}
+        self.clock.seconds = dict(done.info["seconds"])
+        rows = {n: x for n, x in done.moments.items() if n.startswith("rows.")}
+        self.rows |= {name.removeprefix("rows."): x for name, x in rows.items()}
+        self.measured |= SecondMoments.from_tensors({n: x for n, x in done.moments.items() if n not in rows})
+        self._fill(block, {name: x.to(device) for name, x in done.tensors.items()})
+        if self.fitter is not None:
+            self.fitter.enter()
+        self._kept_past("original", "fitted")
+        if (merged := self.kept.get("merged")) is not None:
+            if done.merged is not None and "fitted" in self.kept:
+                merged.jump(done.merged.to(device), self.kept["fitted"])
+            elif "fitted" in self.kept:
+                merged.skip(self.kept["fitted"])
+            else:
+                merged.advance()
+
+    def _kept_past(self, *names: str) -> None:
+        for name in names:
+            if name in self.kept:
+                self.kept[name].advance()
+
+    # --- helpers -----------------------------------------------------------------------------------------
+
+    def _batch_rows(self) -> int:
+        """Rows of a batch on this rank."""
+        if self.config is None:
+            return max(1, min(32, len(self.inputs) // self.ranks.count))
+        if self.config.batch_size % self.ranks.count or self.ranks.count not in (1, 2, 4, 8):
+            raise UsageError(
+                f"{self.config.batch_size} blocks a step cannot be shared by {self.ranks.count} processes",
+                where="--nproc_per_node",
+                fix="start 1, 2, 4 or 8 processes, and give a --fit batch_size that they divide",
+            )
+        return self.config.batch_size // self.ranks.count
+
+    def _share(self, inputs: Inputs) -> Any:
+        """This rank's rows."""
+        read = inputs.read
+        if isinstance(read, Tensor):
+            return self.ranks.share(read)
+        return {name: self.ranks.share(x) for name, x in read.items()}
+
+    def _modules(self, block: str) -> list[ModulePlan]:
+        known = {m.path: m for m in self.plan.modules}
+        return [known[path] for path in self.of_block[block]]
+
+    def _pairs(self, block: str) -> list[Any]:
+        return [pair for pair in self.pairs if pair.teacher.path in self.of_block[block]]
+
+    def _vocabulary(self) -> int:
+        return int(self.teacher.config.get_text_config().vocab_size)
+
+    def _moments(self) -> Statistics | None:
+        if self.given:
+            return self.statistics
+        return Statistics(self.measured) if self.measured else None
+
+    def _read(self, name: str) -> Tensor:
+        """A tensor of the original's block that is loaded."""
+        return _tensor(self.teacher, name)
+
+    def _read_anywhere(self, name: str) -> Tensor:
+        """A tensor of the original, whose block is loaded for it if need be."""
+        x = self._read(name)
+        if not x.is_meta:
+            return x
+        block = next(b for b in self.blocks if name.startswith(f"{b}."))
+        self.layers.load(block)
+        x = self._read(name)
+        if block != self.blocks[self.original.at]:
+            self.layers.free(block)
+        return x
+
+    def _share_outside(self) -> None:
+        """Give the converted model what lies outside the blocks."""
+        inside = tuple(f"{block}." for block in self.blocks)
+        known = dict(self.teacher.named_parameters(remove_duplicate=False))
+        for name, p in list(self.student.named_parameters(remove_duplicate=False)):
+            if p.is_meta and not name.startswith(inside) and name in known and not known[name].is_meta:
+                x = known[name].detach()
+                owner, _, leaf = name.rpartition(".")
+                kept = nn.Parameter(x.clone() if self.layers.resident else x, requires_grad=False)
+                setattr(self.student.get_submodule(owner), leaf, kept)
+        if self.layers.resident and hasattr(self.student, "tie_weights"):
+            self.student.tie_weights()
+
+    def _too_large(self, block: str) -> CheckpointError:
+        """What to try where a block does not fit the device."""
+        rows = self.config.batch_size if self.config else self.original.size
+        kept = " (the layers before it are kept)" if self.work is not None else ""
+        return CheckpointError(
+            f"out of memory on {self.layers.device} with {rows} blocks of {self.inputs.window} tokens a step{kept}",
+            where=block,
+            fix=f"repeat with --fit batch_size={max(1, rows // 2)}, or a smaller --calibration-window",
+        )
+
+    def _note(self) -> str:
+        if not self.fits:
+            return ""
+        return f"error {self.fits[-1].before:.3f} -> {self.fits[-1].after:.3f}"
+
+    def _losses(self) -> dict[str, float]:
+        """Loss of each model on the validation rows."""
+        if self.validation is None:
+            return {}
+        if not self.original.chained:
+            fitted = {"fitted": held_out_loss(self.student, self.validation)} if self.config else {}
+            return self._whole_losses | fitted
+        return {name: stream_loss(stream, self.validation) for name, stream in self.kept.items()}
+
+    def _result(self, losses: dict[str, float]) -> Converted:
+        about: dict[str, Any] = {}
+        warnings: list[str] = []
+        if self.given and self.statistics is not None:
+            about["statistics"] = dict(self.statistics.about)
+            warnings += self.statistics.about.get("notes", [])
+        elif self.seen:
+            warnings += moment_warnings(list(self.seen.values()), self.teacher)
+            about["statistics"] = {
+                "tokens": self.inputs.tokens,
+                "window": self.inputs.window,
+                "data_sha256": data_digest(self.inputs.read),
+                "model": fingerprint([m.module for m in self.plan.modules], self.rows.__getitem__),
+                "notes": list(warnings),
+            }
+            if self.options.statistics and distributed.is_rank_zero():
+                Statistics(self.measured, about["statistics"]).save(self.options.statistics)
+        about |= {"unique_tokens": self.inputs.tokens, "window": self.inputs.window}
+        about |= {"losses": losses} if losses else {}
+        if self.config is not None:
+            steps = max((report.get("steps", 0) for report in self.reports.values()), default=0)
+            visits = steps * self.config.batch_size * self.inputs.window
+            about |= {"fit": asdict(self.config), "token_visits": visits}
+        about["seconds"] = self.clock.seconds
+        return Converted(self.student.eval(), self.plan, self.reports, about, warnings)
+
+
+def fit_config(config: ReconstructConfig, inputs: Inputs) -> ReconstructConfig:
+    """The stages with a batch of so many blocks as a step's tokens make, which the text fills several times."""
+    config = config.for_window(inputs.window)
+    return replace(config, batch_size=min(config.batch_size, max(1, len(inputs) // 8)))
+
+
+def _tensor(model: nn.Module, name: str) -> Tensor:
+    owner, _, leaf = name.rpartition(".")
+    x = getattr(model.get_submodule(owner), leaf)
+    assert isinstance(x, Tensor), name
+    return x
+
+
+def _forget(module: nn.Module) -> None:
+    """Let go of the weights of a module; its shapes stay."""
+    for name, p in list(module.named_parameters()):
+        owner, _, leaf = name.rpartition(".")
+        absent = nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=False)
+        setattr(module.get_submodule(owner), leaf, absent)
+
+
+@torch.no_grad()
+def stream_loss(stream: Stream, kept: Inputs) -> float:
+    """`held_out_loss` from the hidden states after a model's last block.
+
+    Args:
+        stream: At the end of its model, on the rows of `kept`.
+        kept: Rows with their targets.
+    """
+    targets = kept.rows[:, 1:] if isinstance(kept.rows, Tensor) else kept.rows[SPAN_LABELS]
+    total, count = 0.0, 0
+    for i in range(len(stream.batches)):
+        logits = stream.logits(i)
+        labels = targets[i * stream.size : i * stream.size + len(logits)].to(logits.device)
+        total += float(
+            torch.nn.functional.cross_entropy(
+                logits.float().flatten(0, 1), labels.flatten(), reduction="none", ignore_index=-100
+            )
+            .double()
+            .sum()
+        )
+        count += int((labels != -100).sum())
+    return total / count

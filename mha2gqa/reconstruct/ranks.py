@@ -1,0 +1,53 @@
+"""The processes that share a walk: each holds every n-th row of the text, and sums go over all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from .. import distributed
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among those that share the rows.
+
+    Args:
+        rank: Its number; it holds the rows `rank`, `rank + count`, …
+        count: How many there are.
+    """
+
+    rank: int = 0
+    count: int = 1
+
+    @classmethod
+    def here(cls) -> Ranks:
+        """Those of the process group, if one is initialised."""
+        return cls(distributed.rank(), distributed.world_size()) if distributed.is_initialized() else cls()
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum over all ranks, in place."""
+        return distributed.all_reduce_(x) if self.count > 1 else x
+
+    def share(self, x: Tensor) -> Tensor:
+        """This rank's rows of a tensor."""
+        return x[self.rank :: self.count]
+
+    def agree(self, value: T) -> T:
+        """What rank 0 has of a small picklable value."""
+        if self.count == 1:
+            return value
+        box = [value]
+        torch.distributed.broadcast_object_list(box, src=0)
+        return box[0]
+
+    def copy_first(self, tensors: Iterable[Tensor]) -> None:
+        """Overwrite tensors with those of rank 0, so that rounding cannot let the ranks drift apart."""
+        for x in tensors if self.count > 1 else ():
+            torch.distributed.broadcast(x, src=0)

@@ -1,0 +1,321 @@
+"""The layer walk: one block at a time gives what the whole model gives; killed, it goes on; shared, it is the same."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import pico_llama, word_tokenizer
+from safetensors.torch import load_file, save_file
+from test_calibrated_fits import write_text
+from walk_worker import FIT, OPTIONS
+
+import mha2gqa
+from mha2gqa import progress
+from mha2gqa.calibration import load_statistics
+from mha2gqa.checkpoints.loading import load_model, load_tokenizer
+from mha2gqa.checkpoints.reader import open_checkpoint
+from mha2gqa.checkpoints.streaming import CheckpointLayers
+from mha2gqa.conversion import calibrated, walk
+from mha2gqa.conversion.inputs import Inputs
+from mha2gqa.errors import CheckpointError, DataError, UsageError
+from mha2gqa.reconstruct import ReconstructConfig
+from mha2gqa.reconstruct.driver import Fitter
+from mha2gqa.reconstruct.hidden_states import Stream
+from mha2gqa.reconstruct.row_store import Memory, RowStore
+
+LAYERS = 4
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "initializer_range": 0.3,
+}
+
+
+def llama(**changes: Any) -> Any:
+    return pico_llama(num_hidden_layers=LAYERS, **changes)
+
+
+def tied() -> Any:
+    return llama(tie_word_embeddings=True)
+
+
+def half() -> Any:
+    return llama(attention_bias=True).bfloat16()
+
+
+def experts() -> Any:
+    """Experts that files hold one by one and the class fused."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        **SIZES, intermediate_size=24, num_key_value_heads=8, num_local_experts=4, max_position_embeddings=64
+    )
+    return MixtralForCausalLM(config).eval()
+
+
+def fused() -> Any:
+    """One fused projection, partial rotary, biases."""
+    from transformers import Phi3Config, Phi3ForCausalLM
+
+    config = Phi3Config(
+        **SIZES, intermediate_size=48, num_key_value_heads=8, max_position_embeddings=64, pad_token_id=0,
+        partial_rotary_factor=0.5,
+    )  # fmt: skip
+    return Phi3ForCausalLM(config).eval()
+
+
+def windows() -> Any:
+    """Windowed and full layers in turn, full-width norms of q and k."""
+    from transformers import Olmo3Config, Olmo3ForCausalLM
+
+    config = Olmo3Config(
+        **SIZES, intermediate_size=48, num_key_value_heads=8, max_position_embeddings=64, sliding_window=6,
+        layer_types=["sliding_attention", "full_attention"],
+    )  # fmt: skip
+    return Olmo3ForCausalLM(config).eval()
+
+
+def exported() -> Any:
+    """A class that has no KV-head count in transformers."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=8, n_positions=64, initializer_range=0.3)
+    return GPT2LMHeadModel(config).eval()
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    f.__name__: f for f in (llama, tied, half, experts, fused, windows, exported)
+}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_text(tmp_path_factory.mktemp("text") / "text.jsonl"))
+
+
+def save(model: Any, folder: Path) -> Path:
+    model.save_pretrained(folder)
+    word_tokenizer(folder)
+    return folder
+
+
+def blocks(source: Path, text: str) -> torch.Tensor:
+    """The calibration text as blocks of 17 ids."""
+    tokenizer = load_tokenizer(source)
+    options = calibrated.CalibrationOptions(texts=(text,), window=16)
+    rows = calibrated.calibration_inputs(tokenizer, open_checkpoint(source).config, options).rows
+    assert isinstance(rows, torch.Tensor)
+    return rows
+
+
+def same(a: Path, b: Path) -> bool:
+    return all((b / f.name).read_bytes() == f.read_bytes() for f in a.glob("*.safetensors"))
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_blocks_read_one_by_one_give_what_the_model_in_memory_gives(
+    name: str, text: str, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    source = save(MODELS[name](), tmp_path / "source")
+    model = load_model(source, dtype="float32", device="cpu")
+    whole = mha2gqa.convert_model(model, 2, calibration=blocks(source, text), fit=FIT)
+    result = mha2gqa.convert(source, tmp_path / "out", 2, calibration=[text], **OPTIONS)
+    streamed = load_model(tmp_path / "out", dtype="float32", device="cpu")
+    stored = next(iter(open_checkpoint(source).tensors.values())).dtype
+    want = {n: x.bfloat16().float() if stored == "BF16" else x for n, x in whole.state_dict().items()}
+    got = streamed.state_dict()
+    assert got.keys() == want.keys()
+    assert all(torch.equal(got[n], want[n]) for n in want)
+    assert result.calibration["losses"].keys() == {"original", "merged", "fitted"}
+    assert not (tmp_path / "out.convert").exists()
+
+
+def test_every_block_is_loaded_once_and_alone(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = save(llama(), tmp_path / "source")
+    loaded, most = [], 0
+    load, visit = CheckpointLayers.load, Fitter.visit
+
+    def noting(self: CheckpointLayers, block: str) -> None:
+        if any(p.is_meta for p in self.model.get_submodule(block).parameters()):
+            loaded.append(block)
+        load(self, block)
+
+    def counting(self: Fitter, pair: Any) -> Any:
+        nonlocal most
+        for model in (self.teacher.model, self.student.model):
+            present = [b for b in model.model.layers if not any(p.is_meta for p in b.parameters())]
+            most = max(most, len(present))
+        return visit(self, pair)
+
+    monkeypatch.setattr(CheckpointLayers, "load", noting)
+    monkeypatch.setattr(Fitter, "visit", counting)
+    mha2gqa.convert(source, tmp_path / "out", 2, calibration=[text], **OPTIONS)
+    assert loaded == [f"model.layers.{i}" for i in range(LAYERS)]
+    assert most == 1
+
+
+@pytest.mark.parametrize("layer", [0, 1, LAYERS - 1])
+def test_a_killed_walk_goes_on_after_its_last_layer_with_the_same_bytes(
+    layer: int, text: str, tmp_path: Path
+) -> None:
+    source = save(llama(), tmp_path / "source")
+    worker = [sys.executable, str(Path(__file__).with_name("walk_worker.py")), str(source)]
+    killed = subprocess.run([*worker, str(tmp_path / "out"), text, str(layer)], capture_output=True)
+    assert killed.returncode == -9 and not (tmp_path / "out").exists()
+    seen: list[tuple[str, int, int | None]] = []
+    with progress.reporting(progress.Callback(lambda *at: seen.append(at))):
+        mha2gqa.convert(source, tmp_path / "out", 2, calibration=[text], **OPTIONS)
+    whole = mha2gqa.convert(source, tmp_path / "whole", 2, calibration=[text], **OPTIONS)
+    assert same(tmp_path / "whole", tmp_path / "out")
+    resumed = json.loads((tmp_path / "out" / "mha2gqa.json").read_text())
+    assert resumed["calibration"]["losses"] == whole.calibration["losses"]
+    assert resumed["layers"] == whole.layers
+    assert ("fitting", layer + 1, LAYERS) in seen
+    assert not (tmp_path / "out.convert").exists()
+
+
+def test_another_command_is_refused_by_what_changed_and_nothing_is_lost(text: str, tmp_path: Path) -> None:
+    source = save(llama(), tmp_path / "source")
+    worker = [sys.executable, str(Path(__file__).with_name("walk_worker.py")), str(source)]
+    subprocess.run([*worker, str(tmp_path / "out"), text, "1"], capture_output=True)
+    kept = {p.name: p.read_bytes() for p in (tmp_path / "out.convert").glob("*.safetensors")}
+    changed = OPTIONS | {"fit": ReconstructConfig(**{**vars(FIT), "steps": 13})}
+    with pytest.raises(UsageError, match=r"2 finished layers .*fit\.steps: 12 -> 13.*--force"):
+        mha2gqa.convert(source, tmp_path / "out", 2, calibration=[text], **changed)
+    with pytest.raises(UsageError, match="seed: 0 -> 5"):
+        mha2gqa.convert(source, tmp_path / "out", 2, calibration=[text], seed=5, **OPTIONS)
+    weights = load_file(source / "model.safetensors")
+    save_file({n: x + 1 if "layers.3" in n else x for n, x in weights.items()}, source / "model.safetensors")
+    with pytest.raises(UsageError, match="source: "):
+        mha2gqa.convert(source, tmp_path / "out", 2, calibration=[text], **OPTIONS)
+    assert {p.name: p.read_bytes() for p in (tmp_path / "out.convert").glob("*.safetensors")} == kept
+    mha2gqa.convert(source, tmp_path / "out", 2, calibration=[text], force=True, **changed)
+    assert not (tmp_path / "out.convert").exists()
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_processes_share_the_text_and_make_the_same_model(processes: int, text: str, tmp_path: Path) -> None:
+    source = save(llama(), tmp_path / "source")
+    one = mha2gqa.convert(source, tmp_path / "one", 2, calibration=[text], **OPTIONS)
+    worker = str(Path(__file__).with_name("walk_worker.py"))
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    done = subprocess.run(
+        [*launch, worker, str(source), str(tmp_path / "many"), text],
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    a, b = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "many"))
+    for name, x in a.items():  # sums are taken in another order: float32 noise, grown over some Adam steps
+        torch.testing.assert_close(b[name], x, rtol=1e-3, atol=1e-3 * float(x.abs().max()))
+    manifest = json.loads((tmp_path / "many" / "mha2gqa.json").read_text())
+    assert manifest["grouping"] == {row["path"]: row["grouping"] for row in one.layers}
+    assert manifest["calibration"]["losses"] == pytest.approx(one.calibration["losses"], rel=1e-4)
+
+
+@pytest.mark.parametrize("place", ["host", "disk"])
+def test_streams_elsewhere_give_the_same_bytes(
+    place: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = save(llama(), tmp_path / "source")
+    mha2gqa.convert(source, tmp_path / "near", 2, calibration=[text], **OPTIONS)
+    monkeypatch.setattr(walk, "choose_place", lambda nbytes, device: place)
+    mha2gqa.convert(source, tmp_path / "far", 2, calibration=[text], **OPTIONS)
+    assert same(tmp_path / "near", tmp_path / "far")
+
+
+def test_rows_are_read_as_they_were_written(tmp_path: Path) -> None:
+    rows = torch.randn(7, 3, 5)
+    for place in ("device", "host", "disk"):
+        store = RowStore(rows.shape, rows.dtype, Memory(place, folder=tmp_path))
+        store.write(slice(0, 4), rows[:4])
+        store.write(slice(4, 7), rows[4:])
+        assert torch.equal(store.read(slice(2, 6)), rows[2:6])
+        assert torch.equal(store.read(torch.tensor([6, 0, 3])), rows[[6, 0, 3]])
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_logits_after_the_last_block_are_the_models(name: str) -> None:
+    torch.manual_seed(0)
+    model = MODELS[name]().float()
+    ids = torch.randint(64, (5, 9))
+    stack = model.transformer.h if name == "exported" else model.model.layers
+    prefix = "transformer.h" if name == "exported" else "model.layers"
+    stream = Stream(model, ids, 2, [f"{prefix}.{i}" for i in range(len(stack))])
+    assert stream.chained
+    for _ in stack:
+        stream.advance()
+    with torch.no_grad():
+        want = model(input_ids=ids).logits
+    got = torch.cat([stream.logits(i) for i in range(3)])
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_saved_statistics_are_those_of_one_pass_over_the_whole_model(text: str, tmp_path: Path) -> None:
+    source = save(llama(), tmp_path / "source")
+    mha2gqa.convert(
+        source, tmp_path / "out", 2, calibration=[text], statistics=str(tmp_path / "walked"), **OPTIONS
+    )
+    model = load_model(source, dtype="float32", device="cpu")
+    seen, _ = walk_split(blocks(source, text))
+    from mha2gqa.architectures import find_spec
+    from mha2gqa.calibration import collect
+
+    whole = collect(model, find_spec(open_checkpoint(source).config).in_memory(), seen.read)
+    walked = load_statistics(tmp_path / "walked")
+    assert walked.about == whole.about
+    for key, moments in whole.modules.items():
+        for name in ("inputs", "mixed", "queries"):
+            torch.testing.assert_close(
+                getattr(walked.modules[key], name), getattr(moments, name), rtol=1e-5, atol=1e-6
+            )
+
+
+def walk_split(rows: torch.Tensor) -> tuple[Inputs, Inputs | None]:
+    from mha2gqa.conversion.inputs import split_held_out
+
+    return split_held_out(Inputs(rows))
+
+
+def test_a_layer_that_is_not_finite_is_named(text: str, tmp_path: Path) -> None:
+    model = llama()
+    with torch.no_grad():
+        model.model.layers[2].mlp.down_proj.weight[0, 0] = float("nan")
+    source = save(model, tmp_path / "source")
+    with pytest.raises((CheckpointError, DataError), match=r"layers\.3\.self_attn"):
+        mha2gqa.convert(source, tmp_path / "out", 2, calibration=[text], **OPTIONS)
+    assert not (tmp_path / "out").exists()
+
+
+def test_memory_that_does_not_suffice_says_what_to_try_and_keeps_what_is_done(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = save(llama(), tmp_path / "source")
+    visit = Fitter.visit
+
+    def exhausted(self: Fitter, pair: Any) -> Any:
+        if ".2." in pair.module.path:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return visit(self, pair)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Fitter, "visit", exhausted)
+        with pytest.raises(CheckpointError, match=r"layers\.2: out of memory.*4 blocks of 16 .*batch_size=2"):
+            mha2gqa.convert(source, tmp_path / "out", 2, calibration=[text], **OPTIONS)
+    mha2gqa.convert(source, tmp_path / "out", 2, calibration=[text], **OPTIONS)
+    mha2gqa.convert(source, tmp_path / "whole", 2, calibration=[text], **OPTIONS)
+    assert same(tmp_path / "whole", tmp_path / "out")

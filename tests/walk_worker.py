@@ -1,0 +1,44 @@
+"""One process that converts with calibration: walk_worker.py SOURCE OUT TEXT [KILL_AFTER_LAYER]; torchrun starts several."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mha2gqa import distributed
+from mha2gqa.conversion.checkpoint import convert
+from mha2gqa.conversion.work_dir import WorkDir
+from mha2gqa.reconstruct import ReconstructConfig
+
+FIT = ReconstructConfig(steps=12, batch_size=4, check_every=4, holdout=0.2, learning_rate=1e-2)
+OPTIONS: dict[str, Any] = {"calibration_window": 16, "fit": FIT, "device": "cpu"}
+
+
+def kill_after(layer: int) -> None:
+    """Let this process be killed as soon as a layer is finished, before anything else happens."""
+    put = WorkDir.put
+
+    def killing(self: WorkDir, number: int, *args: Any) -> None:
+        put(self, number, *args)
+        if number == layer:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    WorkDir.put = killing  # type: ignore[method-assign]
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    source, out, text, *rest = sys.argv[1:]
+    if rest:
+        kill_after(int(rest[0]))
+    convert(source, Path(out), 2, calibration=[text], **OPTIONS)
+    distributed.destroy()
+
+
+if __name__ == "__main__":
+    main()

@@ -18,7 +18,8 @@ from typing import Any
 
 from _common import RESULTS, write_json
 
-from mha2gqa.report.grids import standalone, times_svg
+from mha2gqa.report import standalone
+from mha2gqa.report.grids import times_svg
 
 KEPT = (
     *("loss", "perplexity", "bits_per_byte", "tokens", "kv_bytes_per_token", "sha256"),

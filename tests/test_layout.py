@@ -28,6 +28,7 @@ LAYERS = [
     "data",
     "arch_conversion",
     "kv_cache",
+    "report",
     "evaluation",
     "calibration",
     "merging",
@@ -35,7 +36,6 @@ LAYERS = [
     "verification",
     "conversion",
     "uptraining",
-    "report",
     "commands",
     "cli",
 ]

@@ -467,7 +467,7 @@ def test_sweep_makes_one_table_and_resumes(model: Path, text: Path, tmp_path: Pa
     assert all(row["sha256"] == result.models[0]["sha256"] for row in result.models)
     assert all(row["decode_milliseconds_per_step"] > 0 for row in result.models)
     page = (tmp_path / "out" / "report.html").read_text()
-    assert "Perplexity against KV-cache bytes" in page and "G=4 mean alpha 0.01" in page
+    assert "Loss against KV-cache bytes" in page and "G=4 mean alpha 0.01" in page
     again = sweep(recipe)
     assert {s["status"] for s in again.stages} == {"skipped"} and again.models == result.models
     wider = sweep(recipe | {"sweep": {"groups": [4, 1], "methods": ["mean", "first"], "bench": True}})

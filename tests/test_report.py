@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import os
 import re
 import shutil
 import subprocess
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,9 @@ from xml.etree import ElementTree
 
 import pytest
 import yaml
+from hypothesis import example, given
+from hypothesis import strategies as st
+from markdown_it import MarkdownIt
 
 from mha2gqa.assets import heldout_path, tiny_model_path
 from mha2gqa.errors import UsageError
@@ -34,16 +39,20 @@ from mha2gqa.report import (
     markdown,
     markdown_table,
     model_card,
-    models_table,
     plots,
-    text_table,
     tiles,
     write_pictures,
     write_report,
 )
-from mha2gqa.report.content import best_rows
-from mha2gqa.report.tables import fixed, ratio_text
-from mha2gqa.report.terminal import render
+from mha2gqa.report.content import Table, best_rows, models_table
+from mha2gqa.report.folder import card_metadata, license_of, write_card
+from mha2gqa.report.layers import layers_table
+from mha2gqa.report.numbers import fixed, ratio_text
+from mha2gqa.report.svg import method_colour, spread, styled_figure
+from mha2gqa.report.templating import escape_markdown, fenced
+from mha2gqa.report.terminal import plain, render, show
+from mha2gqa.report.text import printable
+from mha2gqa.report.views import Line
 
 
 def row(role: str, loss: float, perplexity: float, bits: float, kv: int) -> dict[str, Any]:
@@ -69,12 +78,21 @@ ROWS = [
 LAYERS = [
     {
         "layer": i,
-        "key_residual": 0.1 + 0.02 * i,
-        "value_residual": 0.2 + 0.01 * i,
+        "relative_error": 0.1 + 0.02 * i,
+        "residual": 0.1 + 0.02 * i,  # the same under its earlier name
+        "relative_error_neighbours": 0.2 + 0.01 * i,
+        "norm_ratio": {"k": 0.9, "v": 0.8},
+        "error_fitted": 0.1,
+        "error_merged": 0.4,
+        "error_refitted": 0.2,
         "grouping": [[0, 5, 2, 11], [1, 4, 3, 15], [6, 7, 8, 9], [10, 12, 13, 14]],
     }
     for i in range(8)
 ]
+
+
+def terminal(report: Report) -> str:
+    return plain([models_table(report.models)])
 
 
 def sample(**changes: Any) -> Report:
@@ -91,12 +109,13 @@ def sample(**changes: Any) -> Report:
         layers=LAYERS,
         budget={"alpha": 0.01, "tokens": 3_932_160, "steps": 60},
         curves={
+            "evaluation": [(0, 3.371), (1_966_080, 3.34), (3_932_160, 3.325)],
             "training": [(65536 * i, 3.6 - 0.25 * (1 - 0.95**i)) for i in range(1, 61)],
             "held-out": [(65536 * i, 3.37 - 0.045 * i / 60) for i in range(0, 61, 10)],
         },
         frontier=[
             {"method": method, "alpha": alpha, "num_kv_heads": g, "kv_bytes_per_token": 1024 * g,
-             "perplexity": 27.4 + base / g}
+             "perplexity": 27.4 + base / g, "loss": 3.31 + base / 20 / g}
             for method, base in (("mean", 60.0), ("joint", 4.0))
             for alpha in (0.0, 0.01)
             for g in (1, 2, 4, 8)
@@ -119,7 +138,7 @@ def test_units() -> None:
 
 
 def test_terminal_table_is_aligned() -> None:
-    lines = models_table(sample()).splitlines()
+    lines = terminal(sample()).splitlines()
     assert lines[0].split()[:3] == ["model", "loss", "perplexity"]
     assert [line.split()[0] for line in lines[2:]] == ["original", "converted", "uptrained"]
     ends = {
@@ -128,7 +147,8 @@ def test_terminal_table_is_aligned() -> None:
     }
     assert len(ends) == 1
     assert "+6.3 %" in lines[3] and "+1.5 %" in lines[4] and "16 KiB" in lines[2] and "4 KiB" in lines[3]
-    assert text_table([("a", "<")], [["漢字"], ["é"]]).splitlines()[2] == "漢字"
+    wide = plain([Table([("a", "<"), ("b", ">")], [["漢字", "1"], ["é", "12"]])]).splitlines()
+    assert wide == ["a      b", "--------", "漢字   1", "é     12"]
 
 
 def test_markdown_escapes_pipes() -> None:
@@ -164,7 +184,7 @@ def test_other_tokenizers_are_compared_by_bits_per_byte() -> None:
 
 def test_equal_counts_of_other_tokens_are_still_compared_by_bits_per_byte() -> None:
     rows = [{**r, "loss": None, "perplexity": None} for r in ROWS[:2]]
-    assert models_table(sample(models=rows)).splitlines()[-1].split()[3:6] == ["+1.6", "%", "(bits/byte)"]
+    assert terminal(sample(models=rows)).splitlines()[-1].split()[3:6] == ["+1.6", "%", "(bits/byte)"]
 
 
 def test_a_loss_of_thirty_digits_does_not_widen_the_table() -> None:
@@ -187,20 +207,12 @@ def test_a_sweep_is_told_by_its_best_result_at_each_g() -> None:
     ]
     report = sample(models=rows)
     assert [name for _, name, _ in tiles(report)] == ["G=4 joint", "G=1 joint"]
-    told = "best of 4 results at each G: G=4 joint 29.964 (+9.4 %), G=1 joint 36.598 (+33.6 %)."
+    told = "best of 4 results at each G: G=4 joint: 29.964 (+9.4 %); G=1 joint: 36.598 (+33.6 %)."
     assert headline(report).endswith(told) and told in markdown(report)
     page = html_page(report)
-    lines = page[page.index("Loss by length of context") : page.index("Residual of the merge")]
+    lines = page[page.index("Loss by length of context") : page.index("Error of the merge")]
     assert all(word in lines for word in ("G=4 joint", "G=1 joint")) and "mean" not in lines
     assert best_rows(sample().models) == []
-
-
-def test_a_log_axis_has_more_ticks_than_powers_of_ten() -> None:
-    points = [
-        {"method": "m", "kv_bytes_per_token": 2**i, "perplexity": p} for i, p in ((8, 760.0), (9, 28.0))
-    ]
-    svg = plots.frontier_svg(points, None)
-    assert all(f">{tick}<" in svg for tick in (50, 100, 200, 500))
 
 
 def test_infinite_loss_is_shown_and_does_not_crash() -> None:
@@ -209,7 +221,7 @@ def test_infinite_loss_is_shown_and_does_not_crash() -> None:
         {**ROWS[1], "loss": float("inf"), "perplexity": float("inf"), "bits_per_byte": float("inf")},
     ]
     report = sample(models=rows)
-    assert "inf" in models_table(report) and "inf" in html_page(report)
+    assert "inf" in terminal(report) and "inf" in html_page(report)
     assert "model-index" not in front_matter(report)
 
 
@@ -226,7 +238,7 @@ NAN_ROW = {
 def test_nan_is_a_result_in_every_form(value: Any) -> None:
     rows = [ROWS[0], ROWS[1], {k: value if v == "nan" else v for k, v in NAN_ROW.items()}]
     report = sample(models=rows, frontier=[r | {"num_kv_heads": 4, "method": "joint"} for r in rows])
-    for text in (models_table(report), markdown(report), html_page(report)):
+    for text in (terminal(report), markdown(report), html_page(report)):
         assert "nan" in text
     assert "perplexity 27.385 → nan (nan) after uptraining" in headline(report)
     assert "worse than the original" in limits(report)[0]
@@ -391,7 +403,7 @@ def test_page_is_self_contained_and_well_formed() -> None:
     assert len(parser.ids) == len(set(parser.ids)), "two pictures share an id"
     assert set(re.findall(r"url\(#([^)]+)\)", page)) | {u[1:] for u in parser.urls} <= set(parser.ids)
     pictures = re.findall(r"<svg.*?</svg>", page, re.S)
-    assert len(pictures) == 6
+    assert len(pictures) == 10
     for picture in pictures:
         ElementTree.fromstring(picture)
         assert "#0102" not in picture and "var(--ink)" in picture and "<text" in picture
@@ -421,7 +433,7 @@ def test_page_of_a_bare_result() -> None:
 
 def test_large_models_stay_small_pages() -> None:
     groups = [[h * 4 + i for i in range(4)] for h in range(16)]
-    layers = [{"layer": i, "key_residual": 0.1, "grouping": groups} for i in range(80)]
+    layers = [{"layer": i, "relative_error": 0.1, "grouping": groups} for i in range(80)]
     assert len(html_page(sample(layers=layers))) < 1_500_000
 
 
@@ -492,13 +504,13 @@ def test_page_in_a_real_browser(tmp_path: Path, width: int, dark: bool) -> None:
 
 
 def test_tasks_of_every_model_stand_in_one_table() -> None:
-    from mha2gqa.report.terminal import _tasks
-
-    scored = {"label": "a", "tasks": {"hellaswag": {"acc": 0.5, "acc_stderr": 0.1}}}
-    lines = "\n".join(_tasks([scored, {"label": "b"}])).splitlines()
-    assert lines[1].split() == ["task", "metric", "a", "b"]
-    assert lines[3].split() == ["hellaswag", "acc", "0.5000", "–"] and len(lines) == 4
-    assert _tasks([{"label": "b"}]) == []
+    scored = {**ROWS[0], "path": "a", "tasks": {"hellaswag": {"acc": 0.5, "acc_stderr": 0.1}}}
+    data = {"command": "evaluate", "protocol": "blocks", "settings": {}, "data": {}}
+    lines = render(data | {"models": [scored, {**ROWS[1], "path": "b"}]}).splitlines()
+    place = next(i for i, line in enumerate(lines) if line.startswith("task"))
+    assert lines[place].split() == ["task", "metric", "a", "b"]
+    assert lines[place + 2].split() == ["hellaswag", "acc", "0.5000", "–"] and "acc_stderr" not in lines
+    assert "task" not in render(data | {"models": ROWS})
 
 
 def _grid() -> tuple[list[dict[str, Any]], dict[str, Any]]:
@@ -522,12 +534,60 @@ def test_a_sweep_draws_what_its_grid_varies() -> None:
     points, original = _grid()
     assert list(grids.sweep_pictures(points, original)) == ["frontier", "methods", "alphas", "times"]
     methods = grids.methods_svg(points, original)
-    assert ">G = 1<" in methods and all(f">{x}<" in methods for x in ("8.01", "7.51", "7.01", "9.01"))
-    assert ">4.01<" not in methods  # bars are those of the smallest G alone
+    for g in (1, 4):  # every G, each bar with its number
+        assert f">G = {g}<" in methods
+        assert all(
+            f">{base - 10 * alpha + g / 100:.4f}<" in methods for base in (8, 9) for alpha in (0, 0.05, 0.1)
+        )
     times = grids.times_svg(points, original)
-    assert ">7.010<" in times and ">7.040<" in times  # the best loss at G = 1 and at G = 4
+    assert ">loss 7.0100<" in times and ">loss 7.0400<" in times  # the best at G = 1 and at G = 4
+    assert ">1.12 ms<" in times and ">original 3 ms<" in times
     short = [p for p in points if p["method"] == "mean" and p["alpha"] < 0.1 and p["num_kv_heads"] == 4]
     assert list(grids.sweep_pictures(short, original)) == ["frontier"]
+    assert grids.sweep_pictures([], original) == {}
+
+
+def test_a_method_has_one_colour_in_every_picture() -> None:
+    points, original = _grid()
+    assert method_colour("mean") != method_colour("first") != method_colour("joint")
+    for picture in ("frontier", "methods", "alphas"):
+        used = set(re.findall(r"var\(--s(\d)\)", grids.sweep_pictures(points, original)[picture]))
+        assert used == {"1", "2", "5"}, picture  # original, mean, first
+
+
+def test_the_frontier_has_an_axis_of_losses_with_numbers() -> None:
+    points, original = _grid()
+    svg = grids.frontier_svg(points, original)
+    assert ">loss, nats/token<" in svg and "perplexity" not in svg
+    assert all(f">{loss}<" in svg for loss in ("3.3000", "7.0100", "9.0100", "7.0400", "9.0400"))
+
+
+def test_many_alphas_do_not_write_over_each_other() -> None:
+    alphas = [0, 0.0001, 0.0002, 0.001, 0.005, 0.01]
+    points = [
+        {"method": "mean", "alpha": a, "num_kv_heads": 4, "loss": 4 - 10 * a, "kv_bytes_per_token": 1}
+        for a in alphas
+    ]
+    svg = grids.alphas_svg(points, None)
+    assert ">0<" in svg and ">0.005<" in svg and ">0.01<" in svg and ">0.0001<" not in svg
+    assert ">mean, G = 4: 3.9000<" in svg
+
+
+def test_labels_are_spread_and_stay_in_order() -> None:
+    assert spread([1.0, 1.1, 3.0], 0.5) == pytest.approx([0.8, 1.3, 3.0])
+    assert spread([3.0, 3.0, 3.0], 1.0) == pytest.approx([2.0, 3.0, 4.0])
+    placed = spread([0.0, 5.0, 0.1, 0.2, 4.9], 1.0)
+    ordered = sorted(placed)
+    assert all(b - a >= 1.0 - 1e-9 for a, b in itertools.pairwise(ordered))
+    assert placed[0] < placed[2] < placed[3] < placed[4] < placed[1]
+
+
+def test_a_sweep_with_uptrained_rows_does_not_say_that_nothing_was_trained() -> None:
+    rows = [ROWS[0], {**ROWS[1], "label": "G=4 mean alpha 0.01", "groups": 4, "alpha": 0.01}]
+    assert not any("No uptraining" in line for line in limits(sample(models=rows, budget={})))
+    rows[1] = rows[1] | {"alpha": 0.0}
+    assert any("No uptraining" in line for line in limits(sample(models=rows, budget={})))
+    assert "Every result is worse than the original" in limits(sample(models=rows))[0]
 
 
 def test_a_picture_file_brings_its_own_colours(tmp_path: Path) -> None:
@@ -539,3 +599,282 @@ def test_a_picture_file_brings_its_own_colours(tmp_path: Path) -> None:
     used = set(re.findall(r"var\((--\w+)\)", text))
     assert used and all(f"{name}:#" in text for name in used) and "prefers-color-scheme: dark" in text
     ElementTree.fromstring(text)
+
+
+# --- the picture of uptraining -----------------------------------------------------------------------------
+
+
+def plotted(curve: list[tuple[float, float]], original: float | None) -> tuple[list[list[float]], list[str]]:
+    """Points of the lines of the picture as matplotlib holds them, and its texts."""
+    with styled_figure(3.0) as (_, axes):
+        plots.draw_evaluation(axes, curve, original)
+        lines = [[float(y) for y in line.get_ydata()] for line in axes.lines]
+        return lines, [text.get_text() for text in axes.texts]
+
+
+def test_the_uptraining_picture_shows_the_numbers_of_the_table() -> None:
+    report = sample()
+    lines, texts = plotted(list(report.curves["evaluation"]), ROWS[0]["loss"])
+    assert lines == [[3.371, 3.34, 3.325], [3.310, 3.310]]  # the curve; the original
+    cells = terminal(report)
+    assert texts == ["3.3710", "3.3250", "original 3.3100"]
+    assert all(text.removeprefix("original ") in cells for text in texts)
+
+
+def test_one_axis_holds_one_quantity() -> None:
+    page = html_page(sample())
+    titles = re.findall(r"<h3>(.*?)</h3>", page)
+    assert titles[:3] == [
+        "Loss over uptraining",
+        "Training objective",
+        "Validation split of the training run",
+    ]
+    first = page[page.index("Loss over uptraining") : page.index("Training objective")]
+    assert "objective" not in first and "validation" not in first
+
+
+def test_a_curve_of_one_point_is_not_drawn() -> None:
+    curves = {"evaluation": [(0, 3.3)], "training": [(40960, 0.9116)], "held-out": [(0, 3.6)]}
+    page = html_page(sample(curves=curves))
+    assert "uptraining tokens</text>" not in page and "Loss over uptraining" not in page
+    assert plots.evaluation_svg([(0, 3.3), (1, math.nan)], 3.1) == ""
+
+
+# --- escaping ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "escaped"),
+    [
+        ("plain max_ppl_ratio +6.3 % 1.5x", "plain max_ppl_ratio +6.3 % 1.5x"),
+        ("<img src=x onerror=alert(1)>", "&lt;img src=x onerror=alert(1)>"),
+        ("&lt;b> & R&D", "&amp;lt;b> & R&D"),
+        ("a|b", "a\\|b"),
+        ("[x](javascript:y)", "\\[x\\](javascript:y)"),
+        ("*a* _b_ `c` ~~d~~ $e$ \\", "\\*a\\* \\_b\\_ \\`c\\` \\~\\~d\\~\\~ \\$e\\$ \\\\"),
+        ("one\n# two", "one # two"),
+        ("# two", "\\# two"),
+        ("> quoted", "&gt; quoted"),
+        ("- item", "\\- item"),
+        ("2. item", "2\\. item"),
+        ("---", "\\---"),
+        ("\x1b[31mred", "\\\\x1b\\[31mred"),
+        ("    code", "code"),
+    ],
+)
+def test_markdown_is_escaped(text: str, escaped: str) -> None:
+    assert escape_markdown(text) == escaped
+    assert escape_markdown(escape_markdown(text)) == escaped  # once is enough
+
+
+@given(
+    st.text(
+        alphabet=st.one_of(st.sampled_from(" \t\n#*_-+>=[]()<&;|~`$\\\\!.:1a"), st.characters()), max_size=24
+    )
+)
+@example("1.")
+@example("- - -")
+@example("`a`")
+@example("&#60;b")
+@example("_a_b_")
+def test_escaped_markdown_reads_as_the_text_itself(text: str) -> None:
+    tokens = MarkdownIt("commonmark").enable(["table", "strikethrough"]).parse(escape_markdown(text))
+    shown = printable(" ".join(text.split()))
+    assert [token.type for token in tokens] == ["paragraph_open", "inline", "paragraph_close"] * bool(shown)
+    for token in tokens[1:2]:
+        assert {child.type for child in token.children or ()} <= {"text", "text_special"}
+        assert "".join(child.content for child in token.children or ()) == shown
+
+
+def test_a_fence_is_longer_than_those_inside() -> None:
+    assert fenced("a\n```\nb", "sh") == "````sh\na\n```\nb\n````"
+
+
+EVIL = "<script>alert(1)</script> <img src=x onerror=y> [a](b) | c\n# second heading"
+
+
+def test_no_word_of_users_becomes_markup() -> None:
+    report = sample(
+        title=EVIL,
+        source=EVIL,
+        models=[{**ROWS[0], "label": EVIL}, *ROWS[1:]],
+        data={"tokens": 1, "paths": [EVIL]},
+        provenance={EVIL: EVIL},
+        warnings=[EVIL],
+        recipe=f"title: |\n  ```\n  {EVIL}",
+        command="mha2gqa run '```' '<script>'",
+    )
+    for text in (markdown(report), model_card(report)):
+        outside = re.sub(r"(?s)^(`{3,})\w*\n.*?\n\1$|\A---\n.*?\n---$", "", text, flags=re.M)
+        assert "<script" not in outside and "<img" not in outside and "[a](b)" not in outside
+        tokens = MarkdownIt("commonmark").enable("table").parse(text.split("\n---\n", 1)[-1])
+        inner = [child for token in tokens for child in token.children or ()]
+        assert not {"html_block", "html_inline", "link_open", "image"} & {t.type for t in [*tokens, *inner]}
+        assert sum(token.type == "heading_open" and token.tag == "h1" for token in tokens) == 1
+        assert sum(token.type == "fence" for token in tokens) == 2
+    page = html_page(report)
+    assert "<script" not in page and "<img" not in page and page.count("<h1>") == 1
+    assert yaml.safe_load(model_card(report).split("\n---\n")[0])["model-index"][0]["name"] == EVIL
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("a\x1b[2Jb", "a\\x1b[2Jb"),
+        ("\x07\x9b", "\\x07\\x9b"),
+        ("x\u202ey", "x\\u202ey"),
+        ("\ud800", "\\ud800"),
+        ("é漢", "é漢"),
+    ],
+)
+def test_control_characters_are_written_out(text: str, shown: str) -> None:
+    assert printable(text) == shown
+    data = {
+        "command": "evaluate",
+        "protocol": "p",
+        "settings": {},
+        "data": {},
+        "models": [{**ROWS[0], "path": text}],
+    }
+    assert shown in render(data) and shown in html_page(sample(models=[{**ROWS[0], "label": text}]))
+
+
+# --- the terminal ------------------------------------------------------------------------------------------
+
+
+def test_output_to_a_file_has_no_styles_and_cuts_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    name = "a/" + "very/" * 40 + "long-name"
+    data = {
+        "command": "evaluate",
+        "protocol": "p",
+        "settings": {},
+        "data": {},
+        "models": [{**ROWS[0], "path": name}],
+    }
+    show(data)
+    out = capsys.readouterr().out
+    assert out == render(data) + "\n" and "\x1b" not in out and name in out and "…" not in out
+    assert all(line == line.rstrip() for line in out.splitlines())
+    assert "[bold]x" in plain([Line("[bold]x :smile:")]) and ":smile:" in plain([Line(":smile:")])
+
+
+def test_a_terminal_gets_styles_and_whole_cells(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    data = {"command": "evaluate", "protocol": "p", "settings": {}, "data": {}, "models": ROWS}
+    show(data)
+    out = capsys.readouterr().out
+    assert "\x1b[" in out
+    bare = re.sub(r"\x1b\[[\d;]*m", "", out)
+    row_of = next(line for line in bare.splitlines() if line.startswith("uptrained"))
+    assert row_of.split() == ["uptrained", "3.3250", "27.799", "+1.5", "%", "1.2860", "511k", "4", "KiB"]
+
+
+def test_rich_is_imported_only_to_print() -> None:
+    code = (
+        "import mha2gqa.report, mha2gqa.report.views, sys; assert not {'rich', 'jinja2'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_layers_stand_in_the_order_of_the_stages() -> None:
+    headings = [heading for heading, _ in layers_table(LAYERS).columns]
+    assert headings == [
+        "layer", "error as neighbours", "error", "key norm", "value norm", "merged", "refitted", "fitted", "groups"
+    ]  # fmt: skip
+    old = [{"layer": 0, "residual": 0.25, "norm_ratio": {"k": 1.0, "v": 1.0}}]  # of an earlier version
+    table = layers_table(old)
+    assert ([h for h, _ in table.columns], list(table.rows)) == (["layer", "error"], [["0", "0.2500"]])
+
+
+CONVERTED = {
+    "command": "convert", "source": "acme/x y", "output": "out", "method": "joint", "warnings": ["look"],
+    "num_kv_heads": {"before": 16, "after": 4}, "kv_bytes_per_token": {"before": 16384, "after": 4096},
+    "layers": [], "verification": [{"name": "files", "ok": True, "detail": "1 file"}],
+    "calibration": {"losses": {"fitted": 3.35, "original": 3.31, "merged": 3.609}},
+}  # fmt: skip
+
+
+def test_convert_ends_with_what_was_gained_lost_and_is_next() -> None:
+    lines = [line for line in render(CONVERTED).splitlines() if line]
+    assert lines[-4:] == [
+        "warning: look",
+        "KV cache 4x smaller: 16 KiB -> 4 KiB a token.",
+        "Loss on held-out calibration text: original 3.3100, merged 3.6090, fitted 3.3500",
+        "Next: mha2gqa evaluate 'acme/x y' out --data HELDOUT.jsonl",
+    ]
+
+
+# --- cards of folders --------------------------------------------------------------------------------------
+
+
+def checkpoint(folder: Path, **manifest: Any) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    base = {key: value for key, value in CONVERTED.items() if key != "output"}
+    (folder / "mha2gqa.json").write_text(json.dumps(base | manifest), encoding="utf-8")
+    return folder
+
+
+def test_a_card_is_made_from_the_manifest_alone(tmp_path: Path) -> None:
+    texts = {"texts": ["acme/corpus:en", "/srv/text/a.jsonl"], "losses": {"original": 3.31, "fitted": 3.35}}
+    folder = checkpoint(tmp_path / "out", source="acme/ref", calibration=texts)
+    (folder / "README.md").write_text(
+        "---\nlicense: other\nlicense_name: acme-1\n---\n# Ref\n", encoding="utf-8"
+    )
+    text = write_card(folder).read_text(encoding="utf-8")
+    card = pytest.importorskip("huggingface_hub").ModelCard(text)
+    assert (card.data.base_model, card.data.license, card.data.license_name) == (
+        "acme/ref",
+        "other",
+        "acme-1",
+    )
+    assert card.data.datasets == ["acme/corpus"] and card.data.eval_results is None
+    assert (
+        "16 KV heads became 4" in text
+        and "original 3.3100, fitted 3.3500" in text
+        and "not evaluated yet" in text
+    )
+    assert "> **Note:** look" in text and "/srv" not in text and "a.jsonl" in text
+    assert (folder / "README.base.md").read_text(encoding="utf-8").endswith("# Ref\n")
+    first = text
+    assert (
+        write_card(folder).read_text(encoding="utf-8") == first
+    )  # ours is replaced, the licence still found
+
+
+def test_a_card_of_an_uptrained_folder_says_what_was_trained(tmp_path: Path) -> None:
+    losses = {"held_out_start": 3.64, "held_out_end": 3.53}
+    trained = {"budget": {"tokens": 40960, "alpha": 0.01}, "losses": losses, "teacher": "/srv/secret/teacher"}
+    trained |= {"recipe": {"data": ["t.jsonl"]}, "train": "all", "notices": ["ended early"]}
+    text = write_card(checkpoint(tmp_path / "out", uptrain=trained)).read_text(encoding="utf-8")
+    assert "uptrained on 41k tokens (alpha 0.01); validation loss 3.6400 → 3.5300" in text
+    assert "- teacher: teacher" in text and "ended early" in text and "No uptraining" not in text
+
+
+def test_a_source_card_that_mentions_us_is_kept(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "out")
+    (folder / "README.md").write_text("# Llama\n\nConvert it with mha2gqa.\n", encoding="utf-8")
+    write_card(folder)
+    assert "Convert it with" in (folder / "README.base.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"---\n{",
+        b"---\n- a\n---\n",
+        b"\xff\xfe---",
+        b"---\nlicense: [1]\n---\n",
+        b"---\nmodel-index: 3\n---\n",
+    ],
+)
+def test_a_broken_card_of_the_source_is_no_licence_and_no_error(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "README.md").write_bytes(content)
+    assert license_of([tmp_path / "README.md", tmp_path / "none.md"]) == {}
+    assert isinstance(card_metadata(tmp_path / "README.md"), dict)

@@ -26,9 +26,9 @@ def emit(result: Result | dict[str, Any]) -> None:
     if state().get("json"):
         click.echo(json.dumps(data, ensure_ascii=False))
     else:
-        from ..report.terminal import render
+        from ..report.terminal import show
 
-        click.echo(render(data))
+        show(data)
 
 
 def check_output(path: str | None) -> None:

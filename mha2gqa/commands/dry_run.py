@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args
 
+from ..checkpoints.hf_config import longest_context
 from ..config import Recipe, parse_size
-from ..config.sections import Method
+from ..config.sections import Method, ReportRecipe
 from ..data import read_documents
 from ..errors import UsageError
-from ..evaluation.setup import context_length
 from ..report import FORMATS, becomes, hub_name, human_bytes, significant
 from ..uptraining import Budget, UptrainConfig, plan_budget
 from .builtin import PREFIX, TEXTS, resolve_model
+from .describe import read_config
 from .estimate import PlanResult, plan
+from .report_data import decoding_context
 
 
 def rehearse(recipe: Recipe) -> tuple[list[dict[str, Any]], list[str]]:
@@ -28,7 +31,10 @@ def rehearse(recipe: Recipe) -> tuple[list[dict[str, Any]], list[str]]:
     Raises:
         UsageError, UnsupportedModelError, CheckpointError, DataError: What the run would fail on.
     """
-    source, notices = resolve_model(recipe.source), []
+    source = resolve_model(recipe.source)
+    config = read_config(source)
+    context = decoding_context(recipe, config)
+    notices = [] if recipe.report.context in (context, ReportRecipe.context) else [_capped(recipe, context)]
     stages: list[dict[str, Any]] = []
     for groups in recipe.sweep.groups if recipe.sweep and recipe.sweep.groups else [recipe.convert.groups]:
         found = plan(
@@ -36,13 +42,13 @@ def rehearse(recipe: Recipe) -> tuple[list[dict[str, Any]], list[str]]:
             groups=groups,
             as_=recipe.convert.as_ or "auto",
             batch=recipe.report.batch,
-            context=recipe.report.context,
+            context=context,
         )
         notices += found.warnings
         stages.append(_planned("convert", _convert_detail(recipe, found)))
     _check_convert(recipe)
     texts = [*recipe.convert.calibration, *recipe.evaluate.data]
-    stages.append(_planned("evaluate", _evaluate_detail(recipe, source)))
+    stages.append(_planned("evaluate", _evaluate_detail(recipe, config)))
     if recipe.uptrain is not None:
         texts += [*recipe.uptrain.data, *recipe.uptrain.eval_data]
         for alpha in _alphas(recipe):
@@ -61,6 +67,13 @@ def rehearse(recipe: Recipe) -> tuple[list[dict[str, Any]], list[str]]:
 
 def _planned(name: str, detail: str) -> dict[str, Any]:
     return {"name": name, "status": "planned", "detail": detail, "seconds": 0.0}
+
+
+def _capped(recipe: Recipe, context: int) -> str:
+    return (
+        f"report.context {recipe.report.context:,}: the model was built for {context:,} tokens; sizes are "
+        "quoted for those"
+    )
 
 
 def _alphas(recipe: Recipe) -> tuple[float | None, ...]:
@@ -93,11 +106,9 @@ def _check_convert(recipe: Recipe) -> None:
         )
 
 
-def _evaluate_detail(recipe: Recipe, source: str) -> str:
-    from .describe import read_config
-
+def _evaluate_detail(recipe: Recipe, config: Mapping[str, Any]) -> str:
     words = recipe.evaluate
-    limit = context_length(read_config(source))
+    limit = longest_context(config)
     if words.window is not None and limit is not None and words.window > limit:
         raise UsageError(
             f"is longer than the {limit:,} tokens the model was built for",
@@ -114,7 +125,6 @@ def rehearse_budget(recipe: Recipe, source: str, alpha: float | None = None) -> 
         UsageError: It cannot be meant, or rounds to no step.
     """
     from ..uptraining.prepare import choose_window
-    from .describe import read_config
 
     assert recipe.uptrain is not None
     if alpha == 0:

@@ -7,12 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from ..checkpoints.hf_config import load_config_json
-from ..checkpoints.loading import loading_class
+from ..checkpoints.hf_config import load_config_json, longest_context
 from ..config import Recipe
-from ..report import Report, display_name, hub_name
+from ..evaluation.result import exp
+from ..report import Report, display_name, how_to_load, hub_name, number, source_license
 from ..results import versions
 
 ROLES = ("original", "converted", "uptrained")
@@ -26,6 +24,7 @@ class Outcome:
         recipe: What was asked.
         source: The original, resolved.
         convert, uptrain: Their results as plain data.
+        trained: Of a sweep, the results of every uptraining.
         evaluations: Results of `evaluate`, each row with its role.
     """
 
@@ -33,6 +32,7 @@ class Outcome:
     source: str
     convert: Mapping[str, Any] = field(default_factory=dict)
     uptrain: Mapping[str, Any] = field(default_factory=dict)
+    trained: Sequence[Mapping[str, Any]] = ()
     evaluations: list[Mapping[str, Any]] = field(default_factory=list)
 
     def add(self, evaluation: Mapping[str, Any]) -> None:
@@ -41,14 +41,18 @@ class Outcome:
 
     @property
     def models(self) -> list[dict[str, Any]]:
-        """One row for each role, the newest figures of each, original first."""
+        """One row for each role, the newest figures of each, original first; made ones with their method."""
         rows = {row["role"]: dict(row) for found in self.evaluations for row in found["models"]}
+        for role in ROLES[1:]:
+            if role in rows and (method := self.convert.get("method")):
+                rows[role].setdefault("method", method)
         known = [rows[role] for role in ROLES if role in rows]
-        return known + [row for role, row in rows.items() if role not in ROLES]
+        known += [row for role, row in rows.items() if role not in ROLES]
+        return known + part_rows(self.uptrain, known)
 
     @property
     def notices(self) -> list[str]:
-        """What the stages told the user, each line once."""
+        """What the user should know, each line once."""
         parts = [self.convert.get("warnings"), *(found.get("notices") for found in self.evaluations)]
         parts += [self.uptrain.get("notices")]
         return list(dict.fromkeys(line for part in parts for line in part or ()))
@@ -63,38 +67,40 @@ def build_report(outcome: Outcome, command: str = "", frontier: Sequence[Mapping
         frontier: Points of a sweep.
     """
     recipe, found = outcome.recipe, outcome.evaluations[0]
-    heads = outcome.convert.get("num_kv_heads") or {}
+    heads, rows = outcome.convert.get("num_kv_heads") or {}, outcome.models
+    stated = source_license(outcome.source)
+    folder = outcome.convert.get("output")
     return Report(
         title=recipe.report.title or title(recipe, heads.get("after")),
         source=recipe.source,
-        models=outcome.models,
+        models=rows,
         protocol=found["protocol"],
         settings=found["settings"],
         data=found["data"],
         num_kv_heads=(heads["before"], heads["after"]) if heads else None,
         method=str(outcome.convert.get("method") or ""),
         layers=outcome.convert.get("layers") or (),
+        calibration=outcome.convert.get("calibration") or {},
         budget=outcome.uptrain.get("budget") or {},
-        curves=curves(outcome.uptrain),
+        training=outcome.uptrain.get("losses") or {},
+        curves=curves(outcome.uptrain, rows),
         frontier=frontier,
         batch=recipe.report.batch,
-        context=recipe.report.context,
-        license=recipe.report.license or source_license(outcome.source),
+        context=decoding_context(recipe, load_config_json(outcome.source)),
+        license=recipe.report.license or stated.get("license"),
+        license_details={} if recipe.report.license else {k: v for k, v in stated.items() if k != "license"},
         datasets=hub_datasets(recipe),
         provenance=provenance(outcome),
-        **how_to_load(outcome.convert),
+        warnings=outcome.notices,
+        **(how_to_load(Path(folder)) if folder else {}),
         recipe=recipe.to_yaml(),
         command=command,
     )
 
 
-def how_to_load(convert: Mapping[str, Any]) -> dict[str, Any]:
-    """The words of `Report` that say what loading the result of `convert` takes."""
-    folder = convert.get("output")
-    if not folder:
-        return {}
-    config = load_config_json(str(folder))
-    return {"auto_class": loading_class(config).__name__, "own_code": "auto_map" in config}
+def decoding_context(recipe: Recipe, config: Mapping[str, Any]) -> int:
+    """Tokens of context that cache sizes are quoted for: the recipe's, as far as the model reaches."""
+    return min(recipe.report.context, longest_context(config) or recipe.report.context)
 
 
 def title(recipe: Recipe, groups: int | None) -> str:
@@ -103,20 +109,67 @@ def title(recipe: Recipe, groups: int | None) -> str:
     return f"{name}-gqa{groups}" if groups else name
 
 
-def curves(uptrain: Mapping[str, Any]) -> dict[str, list[tuple[float, float]]]:
-    """Training and held-out loss over tokens, from the log of `uptrain`."""
+def curves(
+    uptrain: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]
+) -> dict[str, list[tuple[float, float]]]:
+    """Losses over uptraining tokens, each of one quantity on one text.
+
+    Args:
+        uptrain: Result of the uptraining.
+        rows: Of the table.
+
+    Returns:
+        `evaluation`: on the evaluation text as `rows`, at least before and after; `training` and `training CE`:
+        terms of the objective on training batches; `held-out`: on the validation split of the run, where the
+        evaluation text was not scored meanwhile.
+    """
     losses, budget = uptrain.get("losses") or {}, uptrain.get("budget") or {}
     per_step = budget.get("batch_tokens") or 1
 
     def points(entries: Sequence[Mapping[str, Any]], key: str) -> list[tuple[float, float]]:
-        return [
-            (e["step"] * per_step, e[key]) for e in entries if isinstance(e.get(key), float) and "step" in e
-        ]
+        values = ((e["step"], number(e.get(key))) for e in entries if "step" in e)
+        return [(step * per_step, value) for step, value in values if value is not None]
 
+    measured = points(losses.get("evaluation") or (), "loss")
     return {
+        "evaluation": measured
+        if measured and is_part(uptrain, rows)
+        else _between_rows(measured, budget, rows),
         "training": points(losses.get("train") or (), "loss"),
-        "held-out": points(losses.get("held_out") or (), "eval_loss"),
+        "training CE": points(losses.get("train") or (), "ce_loss"),
+        "held-out": [] if len(measured) > 1 else points(losses.get("held_out") or (), "eval_loss"),
     }
+
+
+def _between_rows(
+    measured: list[tuple[float, float]], budget: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]
+) -> list[tuple[float, float]]:
+    """The curve whose ends are the rows of the table: what is published is what is shown."""
+    losses = {row.get("role"): number(row.get("loss")) for row in rows}
+    before, after = losses.get("converted"), losses.get("uptrained")
+    if before is None or after is None or not budget.get("tokens"):
+        return []
+    last = float(budget["tokens"])
+    return [(0.0, before), *((x, y) for x, y in measured if 0 < x < last), (last, after)]
+
+
+def is_part(uptrain: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the run scored only a part of the evaluation text."""
+    entries = (uptrain.get("losses") or {}).get("evaluation") or []
+    return bool(entries) and not any(row.get("tokens") == entries[-1].get("tokens") for row in rows)
+
+
+def part_rows(uptrain: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Rows for the part of the evaluation text that the run scored, at its start and at its end."""
+    if not is_part(uptrain, rows):
+        return []
+    entries = uptrain["losses"]["evaluation"]
+    parts = []
+    for role, entry in (("converted", entries[0]), ("uptrained", entries[-1])):
+        label = f"{role}, {entry['tokens']:,} tokens of it"
+        figures = {"loss": entry["loss"], "perplexity": exp(float(entry["loss"])), "tokens": entry["tokens"]}
+        parts.append({"role": f"{role} (part)", "label": label, "part": True} | figures)
+    return parts
 
 
 def provenance(outcome: Outcome) -> dict[str, str]:
@@ -132,9 +185,11 @@ def provenance(outcome: Outcome) -> dict[str, str]:
     }
     if recipe.uptrain is not None:
         rows["uptraining text"] = _names(recipe.uptrain.data)
-        teacher = outcome.uptrain.get("teacher")
-        rows["teacher"] = display_name(str(teacher)) if teacher else "none (next-token loss)"
-        rows["trained"] = outcome.uptrain.get("train")
+        trained = [outcome.uptrain] if outcome.uptrain else [*outcome.trained]
+        teachers = dict.fromkeys(found.get("teacher") for found in trained)
+        names = (display_name(str(name)) if name else "none (next-token loss)" for name in teachers)
+        rows["teacher"] = ", ".join(names)
+        rows["trained"] = ", ".join(dict.fromkeys(str(found.get("train")) for found in trained))
         budget = outcome.uptrain.get("budget") or {}
         rows["unique tokens"] = budget.get("unique_tokens")
         rows["original tokens"] = budget.get("original_tokens")
@@ -155,24 +210,3 @@ def hub_datasets(recipe: Recipe) -> list[str]:
     names = [*recipe.convert.calibration, *(recipe.uptrain.data if recipe.uptrain else ())]
     bare = (name.split(":", 1)[0] for name in names if not Path(name).exists())
     return list(dict.fromkeys(name for name in bare if hub_name(name)))
-
-
-def source_license(source: str) -> str | None:
-    """The licence that the source's own model card states, or None."""
-    readme = Path(source) / "README.md"
-    if not readme.is_file():
-        from huggingface_hub import try_to_load_from_cache
-
-        found = try_to_load_from_cache(source, "README.md") if hub_name(source) else None
-        if not isinstance(found, str):
-            return None
-        readme = Path(found)
-    text = readme.read_text(encoding="utf-8", errors="replace")
-    if not text.startswith("---"):
-        return None
-    try:
-        front = yaml.safe_load(text.split("---", 2)[1])
-    except yaml.YAMLError:
-        return None
-    value = front.get("license") if isinstance(front, dict) else None
-    return value if isinstance(value, str) else None

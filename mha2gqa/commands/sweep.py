@@ -18,7 +18,7 @@ from ..report import write_pictures, write_report
 from ..results import Result
 from .builtin import resolve_model
 from .dry_run import rehearse
-from .report_data import Outcome, build_report
+from .report_data import Outcome, build_report, title
 from .run_recipe import Job, as_recipe, check_recipe, command
 from .stages import StageRecords
 
@@ -139,6 +139,7 @@ class _Sweep:
         self.folder = Path(recipe.output)
         self.stages: list[dict[str, Any]] = []
         self.notices: list[str] = []
+        self.trained: list[dict[str, Any]] = []
 
     def run(self) -> SweepResult:
         """All cells, then the report."""
@@ -150,8 +151,9 @@ class _Sweep:
         self._collect("original", base.records)
         original = first["models"][0] | self._speed(base, "original", source)
         rows = [original, *(self._cell(cell, first) for cell in self.cells)]
-        outcome = Outcome(self.recipe, source, evaluations=[first | {"models": rows}])
-        report = replace(build_report(outcome, command(), frontier(rows)), models=rows)
+        outcome = Outcome(self.recipe, source, trained=self.trained, evaluations=[first | {"models": rows}])
+        named = self.recipe.report.title or sweep_title(self.recipe, rows)
+        report = replace(build_report(outcome, command(), frontier(rows)), models=rows, title=named)
         formats = [name for name in self.recipe.report.formats if name != "card"]
         written = write_report(report, self.folder, formats)
         written += write_pictures(report, self.folder / "pictures")
@@ -168,7 +170,7 @@ class _Sweep:
         role, name, place = "converted", "evaluate", job.converted
         if cell.alpha:
             job.trained = f"uptrained-{cell.alpha:g}"
-            job.uptrain()
+            self.trained.append(job.uptrain())
             role, name, place = "uptrained", f"evaluate-{job.trained}", job.uptrained
         scored = job.evaluate(name, {role: str(place)})
         if scored["data"]["sha256"] != first["data"]["sha256"]:
@@ -209,6 +211,24 @@ class _Sweep:
 
     def _collect(self, label: str, records: StageRecords) -> None:
         self.stages += [stage | {"name": f"{label}: {stage['name']}"} for stage in records.stages]
+
+
+def sweep_title(recipe: Recipe, rows: Sequence[Mapping[str, Any]]) -> str:
+    """What a sweep's page is called: the model, and what its grid varies.
+
+    Args:
+        recipe: Of the sweep.
+        rows: The original, then one row for each cell.
+    """
+    cells = [row for row in rows if "groups" in row]
+    groups, methods = (list(dict.fromkeys(row[key] for row in cells)) for key in ("groups", "method"))
+    alphas = sorted({row["alpha"] for row in cells})
+    parts = [f"G = {', '.join(map(str, groups))}", ", ".join(methods)]
+    if len(alphas) > 1:
+        parts.append(f"alpha {alphas[0]:g} to {alphas[-1]:g}")
+    elif alphas[0]:
+        parts.append(f"alpha {alphas[0]:g}")
+    return f"{title(recipe, None)}: {'; '.join(parts)}"
 
 
 def frontier(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -9,11 +9,14 @@ from pathlib import Path
 from ..errors import UsageError
 from ..results import jsonable
 from .card import front_matter, markdown, model_card
-from .content import COLUMNS, Report, becomes, headline, limits, model_rows, tiles
-from .grids import standalone, sweep_pictures
+from .content import COLUMNS, Report, becomes, headline, limits, model_rows, models_table, tiles
+from .folder import how_to_load, source_license, write_card
+from .grids import sweep_pictures
 from .names import display_name, hub_name
+from .numbers import fixed, human_bytes, human_count, number, significant
 from .page import html_page
-from .tables import fixed, human_bytes, human_count, markdown_table, significant, text_table
+from .svg import standalone
+from .templating import markdown_table
 
 __all__ = [
     "COLUMNS",
@@ -24,6 +27,7 @@ __all__ = [
     "fixed",
     "front_matter",
     "headline",
+    "how_to_load",
     "html_page",
     "hub_name",
     "human_bytes",
@@ -34,9 +38,12 @@ __all__ = [
     "model_card",
     "model_rows",
     "models_table",
+    "number",
     "significant",
-    "text_table",
+    "source_license",
+    "standalone",
     "tiles",
+    "write_card",
     "write_pictures",
     "write_report",
 ]
@@ -46,11 +53,6 @@ FORMATS = {
     "markdown": ("report.md", markdown),
     "html": ("report.html", html_page),
 }
-
-
-def models_table(report: Report) -> str:
-    """The table original / converted / uptrained for the terminal."""
-    return text_table(COLUMNS, model_rows(report.models))
 
 
 def write_report(
@@ -87,7 +89,7 @@ def write_report(
             (out / file).write_text(render(report), encoding="utf-8")
             written.append(out / file)
     if "card" in formats and card is not None:
-        written.append(_write_card(report, card))
+        written.append(write_card(card, report))
     return written
 
 
@@ -107,11 +109,3 @@ def write_pictures(report: Report, out: Path) -> list[Path]:
         (out / f"{name}.svg").write_text(standalone(svg), encoding="utf-8")
         written.append(out / f"{name}.svg")
     return written
-
-
-def _write_card(report: Report, folder: Path) -> Path:
-    readme, kept = folder / "README.md", folder / "README.base.md"
-    if readme.exists() and "mha2gqa" not in readme.read_text(encoding="utf-8", errors="replace"):
-        readme.replace(kept)
-    readme.write_text(model_card(report), encoding="utf-8")
-    return readme

@@ -4,87 +4,106 @@ from __future__ import annotations
 
 from typing import Any
 
-import yaml
-
 from .content import COLUMNS, Report, differences, headline, limits, model_rows, scoring
 from .names import display_name, hub_name, public
-from .tables import finite, markdown_table
+from .numbers import finite
+from .templating import Markdown, escape_markdown, markdown_table, markdown_templates
+
+TAGS = ("mha2gqa", "gqa", "grouped-query-attention")
+FIGURES = ("perplexity", "loss", "bits_per_byte")
 
 
 def markdown(report: Report) -> str:
     """The report as a Markdown document."""
-    report = public(report)
-    parts = [f"# {report.title}", headline(report), _body(report)]
-    if report.recipe:
-        parts.append(f"## Effective recipe\n\n```yaml\n{report.recipe.strip()}\n```")
-    return "\n\n".join(parts) + "\n"
+    return _fill("report.md", public(report))
 
 
 def model_card(report: Report) -> str:
     """A Hugging Face model card: front matter (base model, license, datasets, results) and the report."""
     report = public(report)
-    front = yaml.safe_dump(front_matter(report), sort_keys=False, allow_unicode=True)
-    consent = ", trust_remote_code=True" if report.own_code else ""
-    usage = (
-        f"## Use\n\n```python\nfrom transformers import {report.auto_class}, AutoTokenizer\n\n"
-        f'model = {report.auto_class}.from_pretrained("PATH_OR_NAME", dtype="auto"{consent})\n'
-        # The tokenizer is found through the config, whose class comes with the code.
-        f'tokenizer = AutoTokenizer.from_pretrained("PATH_OR_NAME"{consent})\n```'
+    base: str = escape_markdown(report.source)
+    if hub_name(report.source):
+        base = f"[{base}](https://huggingface.co/{report.source})"
+    return _fill(
+        "card.md",
+        report,
+        front_matter=Markdown(_card_data(report).to_yaml().strip()),
+        base=Markdown(base),
+        usage=_usage(report),
     )
-    base = (
-        f"[{report.source}](https://huggingface.co/{report.source})"
-        if hub_name(report.source)
-        else report.source
-    )
-    made = (
-        f"This is {base} with grouped-query attention: "
-        + (
-            f"{report.num_kv_heads[0]} KV heads became {report.num_kv_heads[1]}. "
-            if report.num_kv_heads
-            else ""
-        )
-        + "Made with `mha2gqa`."
-    )
-    return f"---\n{front}---\n\n# {report.title}\n\n{made} {headline(report)}\n\n{usage}\n\n{_body(report)}\n"
 
 
 def front_matter(report: Report) -> dict[str, Any]:
-    """YAML front matter; a key whose value is unknown is left out rather than guessed."""
-    front: dict[str, Any] = {
-        "library_name": "transformers",
-        "tags": ["mha2gqa", "gqa", "grouped-query-attention"],
-    }
-    if report.license:
-        front["license"] = report.license
-    if hub_name(report.source):
-        front["base_model"] = report.source
-    if report.datasets:
-        front["datasets"] = list(report.datasets)
-    metrics = _metrics(report)
+    """The front matter of the model card; a key whose value is unknown is left out rather than guessed."""
+    found: dict[str, Any] = _card_data(report).to_dict()
+    return found
+
+
+def _fill(template: str, report: Report, **further: Any) -> str:
+    """A Markdown template with everything that a report shows."""
+    return (
+        markdown_templates()
+        .get_template(template)
+        .render(
+            report=report,
+            headline=headline(report),
+            models=markdown_table(COLUMNS, model_rows(report.models)),
+            scoring=scoring(report),
+            differences=differences(report.models),
+            limits=limits(report),
+            **further,
+        )
+    )
+
+
+def _usage(report: Report) -> str:
+    """How the result is loaded."""
+    consent = ", trust_remote_code=True" if report.own_code else ""
+    return (
+        f"from transformers import {report.auto_class}, AutoTokenizer\n\n"
+        f'model = {report.auto_class}.from_pretrained("PATH_OR_NAME", dtype="auto"{consent})\n'
+        # The tokenizer is found through the config, whose class comes with the code.
+        f'tokenizer = AutoTokenizer.from_pretrained("PATH_OR_NAME"{consent})'
+    )
+
+
+def _card_data(report: Report) -> Any:
+    """The front matter as `huggingface_hub` holds it."""
+    from huggingface_hub import ModelCardData
+
+    results, details = _results(report), report.license_details
+    return ModelCardData(
+        library_name="transformers",
+        tags=list(TAGS),
+        license=report.license,
+        license_name=details.get("license_name"),
+        license_link=details.get("license_link"),
+        base_model=report.source if hub_name(report.source) else None,
+        datasets=list(report.datasets) or None,
+        model_name=report.title if results else None,
+        eval_results=results or None,
+    )
+
+
+def _results(report: Report) -> list[Any]:
+    """The figures of the final model."""
+    from huggingface_hub import EvalResult
+
+    if (final := report.final) is None:
+        return []
+    data = _dataset_name(report)
     task = "text2text-generation" if "Seq2Seq" in report.auto_class else "text-generation"
-    if metrics:
-        front["model-index"] = [
-            {
-                "name": report.title,
-                "results": [
-                    {
-                        "task": {"type": task},
-                        "dataset": {"name": _dataset_name(report), "type": _dataset_name(report)},
-                        "metrics": metrics,
-                    }
-                ],
-            }
-        ]
-    return front
-
-
-def _metrics(report: Report) -> list[dict[str, Any]]:
-    final = report.final
-    wanted = (("perplexity", "perplexity"), ("loss", "loss"), ("bits_per_byte", "bits_per_byte"))
     return [
-        {"type": kind, "value": round(value, 6), "name": f"{kind.replace('_', ' ')} ({report.protocol})"}
-        for key, kind in wanted
-        if final and (value := finite(final.get(key))) is not None
+        EvalResult(
+            task_type=task,
+            dataset_type=data,
+            dataset_name=data,
+            metric_type=key,
+            metric_value=round(value, 6),
+            metric_name=f"{key.replace('_', ' ')} ({report.protocol})",
+        )
+        for key in FIGURES
+        if (value := finite(final.get(key))) is not None
     ]
 
 
@@ -93,19 +112,3 @@ def _dataset_name(report: Report) -> str:
     first = files if isinstance(files, str) else str(files[0])
     bare = first.split(":", 1)[0]  # of NAME:CONFIG:SPLIT
     return bare if hub_name(bare) else display_name(first)
-
-
-def _body(report: Report) -> str:
-    lines = [f"{line}." for line in differences(report.models)]
-    parts = [
-        f"## Evaluation\n\n{markdown_table(COLUMNS, model_rows(report.models))}\n\n"
-        f"Loss in nats per token; {scoring(report)}.",
-        *lines,
-        "## Limits\n\n" + "\n".join(f"- {line}" for line in limits(report)),
-    ]
-    if report.provenance:
-        items = "\n".join(f"- {key}: {value}" for key, value in report.provenance.items())
-        parts.append(f"## Provenance\n\n{items}")
-    if report.command:
-        parts.append(f"```sh\n{report.command}\n```")
-    return "\n\n".join(parts)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .tables import (
-    Column,
+from .numbers import (
     finite,
     fixed,
     human_bytes,
@@ -17,8 +16,23 @@ from .tables import (
     ratio_text,
     significant,
 )
+from .text import printable
 
 Row = Mapping[str, Any]
+Column = tuple[str, str]  # heading, alignment: "<" or ">"
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table before it takes a shape: text for a terminal, Markdown or a page.
+
+    Args:
+        columns: Heading and alignment of each column.
+        rows: Cells, one for each column.
+    """
+
+    columns: Sequence[Column]
+    rows: Iterable[Sequence[Any]]
 
 
 @dataclass(frozen=True)
@@ -29,21 +43,28 @@ class Report:
         title: Headline of the page and of the model card.
         source: Path or hub id of the original model.
         models: Rows as in `evaluate`'s `models[]`, original first, each with a `role`
-            (`original`, `converted`, `uptrained`).
+            (`original`, `converted`, `uptrained`); empty where nothing was evaluated. A row with `part` was
+            scored on a part of the text and is compared with no other.
         protocol: How the text was scored; stands beside every figure.
         settings: `evaluate`'s `settings{}` (window, stride, BOS policy …).
         data: `evaluate`'s `data{}` (tokens, sha256, paths …).
         num_heads, num_kv_heads: Query heads; KV heads before and after.
         method: How heads were merged.
-        layers: `convert`'s `layers[]`: residuals, grouping.
+        layers: `convert`'s `layers[]`: errors, grouping.
+        calibration: `convert`'s `calibration{}`: text, tokens, losses on held-out calibration text.
         budget: `uptrain`'s `budget{}`.
-        curves: Name -> list of `(tokens, loss)`: `training`, `held-out`.
+        training: `uptrain`'s `losses{}`, for a card without an evaluation.
+        curves: Name -> list of `(tokens, loss)`: `evaluation` is on the text and by the protocol of `models`;
+            `training` and `training CE` are terms of the objective on training batches; `held-out` is on the
+            validation split of the training run.
         frontier: Points of a sweep: `label`, `method`, `alpha`, `num_kv_heads`, `kv_bytes_per_token`,
             `loss`, `perplexity`, and where decoding was timed `decode_milliseconds_per_step`.
         batch, context: The decoding situation KV-cache sizes are quoted for.
         license: Of the source; None where unknown.
+        license_details: `license_name` and `license_link` of a licence that the Hub has no name for.
         datasets: Hub names of text used for calibration or uptraining.
         provenance: Ordered label -> text.
+        warnings: What the reader should know about the result.
         auto_class: The class of transformers that loads the result.
         own_code: Whether modelling code travels with the result.
         recipe: The effective recipe as YAML.
@@ -60,14 +81,18 @@ class Report:
     num_kv_heads: tuple[int, int] | None = None
     method: str = ""
     layers: Sequence[Row] = ()
+    calibration: Mapping[str, Any] = field(default_factory=dict)
     budget: Mapping[str, Any] = field(default_factory=dict)
+    training: Mapping[str, Any] = field(default_factory=dict)
     curves: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)
     frontier: Sequence[Row] = ()
     batch: int = 1
     context: int = 4096
     license: str | None = None
+    license_details: Mapping[str, str] = field(default_factory=dict)
     datasets: Sequence[str] = ()
     provenance: Mapping[str, str] = field(default_factory=dict)
+    warnings: Sequence[str] = ()
     auto_class: str = "AutoModelForCausalLM"
     own_code: bool = False
     recipe: str = ""
@@ -81,7 +106,18 @@ class Report:
     @property
     def final(self) -> Row | None:
         """The last converted or uptrained row: what would be shipped."""
-        return next((row for row in reversed(self.models) if row.get("role") != "original"), None)
+        made = (row for row in reversed(self.models) if row.get("role") != "original")
+        return next((row for row in made if not row.get("part")), None)
+
+    @property
+    def uptrained(self) -> bool:
+        """Whether any result was trained."""
+        return bool(self.budget.get("tokens")) or any(is_uptrained(row) for row in self.models)
+
+
+def is_uptrained(row: Row) -> bool:
+    """Whether a row is of an uptrained checkpoint."""
+    return row.get("role") == "uptrained" or bool(row.get("alpha"))
 
 
 COLUMNS: tuple[Column, ...] = (
@@ -106,7 +142,7 @@ def model_rows(models: Sequence[Row], decimals: int = 4) -> list[list[str]]:
             name_of(row),
             fixed(row.get("loss"), decimals),
             perplexity_text(row.get("perplexity")),
-            "" if row is original or original is None else compare(row, original),
+            "" if row is original or original is None or row.get("part") else compare(row, original),
             fixed(row.get("bits_per_byte"), decimals),
             human_count(row.get("tokens")),
             human_bytes(row.get("kv_bytes_per_token")),
@@ -124,6 +160,11 @@ def compare(row: Row, original: Row) -> str:
     if row.get("tokens") == original.get("tokens") and all(r.get("perplexity") is not None for r in rows):
         return ratio_text(row.get("perplexity"), original.get("perplexity"))
     return f"{ratio_text(row.get('bits_per_byte'), original.get('bits_per_byte'))} (bits/byte)"
+
+
+def models_table(models: Sequence[Row]) -> Table:
+    """The table original / converted / uptrained."""
+    return Table(COLUMNS, model_rows(models))
 
 
 def becomes(model_type: str, result_type: str) -> str:
@@ -169,11 +210,8 @@ def scoring(report_or_result: Any) -> str:
 
 
 def name_of(row: Row) -> str:
-    """How a row is called: its label, or role and path."""
-    if row.get("label"):
-        return str(row["label"])
-    role, path = str(row.get("role") or ""), str(row.get("path") or "")
-    return role or path
+    """How a row is called: its label, or role, or path."""
+    return printable(str(row.get("label") or row.get("role") or row.get("path") or ""))
 
 
 def best_rows(models: Sequence[Row]) -> list[Row]:
@@ -191,13 +229,15 @@ def best_rows(models: Sequence[Row]) -> list[Row]:
 def headline(report: Report) -> str:
     """One sentence that says what was gained and what it costs, in measured figures only."""
     original, final = report.original, report.final
+    if not report.models:
+        return _unevaluated(report)
     if original is not None and (best := best_rows(report.models)):
-        told = (
-            f"{name_of(row)} {perplexity_text(row.get('perplexity'))} ({compare(row, original)})"
+        found = (
+            f"{name_of(row)}: {perplexity_text(row.get('perplexity'))} ({compare(row, original)})"
             for row in best
         )
         start = f"Perplexity {perplexity_text(original.get('perplexity'))} before"
-        return f"{start}; best of {len(report.models) - 1} results at each G: {', '.join(told)}."
+        return f"{start}; best of {len(report.models) - 1} results at each G: {'; '.join(found)}."
     if original is None or final is None:
         return f"{len(report.models)} model(s) evaluated on the same text."
     cost = compare(final, original)
@@ -206,6 +246,48 @@ def headline(report: Report) -> str:
     cache = f"The KV cache is {significant(before / after)}× smaller" if before and after else "Converted"
     figures = f"{perplexity_text(original.get('perplexity'))} → {perplexity_text(final.get('perplexity'))}"
     return f"{cache}; perplexity {figures} ({cost}) after {stage}."
+
+
+def _unevaluated(report: Report) -> str:
+    """The same where no text was scored: what is known from the conversion alone."""
+    parts = [f"merged by method {report.method}"] if report.method else []
+    if found := calibration_losses(report.calibration):
+        parts.append(found)
+    if report.budget.get("tokens"):
+        alpha = report.budget.get("alpha")
+        share = f" (alpha {significant(alpha)})" if alpha else ""
+        parts.append(f"uptrained on {human_count(report.budget['tokens'])} tokens{share}")
+    parts += [
+        f"{name} {fixed(first, 4)} → {fixed(last, 4)}"
+        for name, first, last in training_losses(report.training)
+    ]
+    text = "; ".join([*parts, "not evaluated yet"])
+    return f"{text[0].upper()}{text[1:]}."
+
+
+def calibration_losses(calibration: Row) -> str:
+    """The losses that a calibrated conversion measured on text it held out, in the order of the stages."""
+    losses = calibration.get("losses") or {}
+    figures = ", ".join(f"{stage} {fixed(losses[stage], 4)}" for stage in in_order(losses, LOSS_STAGES))
+    return f"loss on held-out calibration text: {figures}" if figures else ""
+
+
+def training_losses(losses: Row) -> Iterator[tuple[str, Any, Any]]:
+    """First and last loss of whatever a run scored while it trained: name, first, last."""
+    if measured := losses.get("evaluation"):
+        yield "evaluation loss", measured[0]["loss"], measured[-1]["loss"]
+    start, end = losses.get("held_out_start"), losses.get("held_out_end")
+    if start is not None and end is not None:
+        yield "validation loss", start, end
+
+
+LOSS_STAGES = ("original", "merged", "refitted", "fitted", "distilled")
+
+
+def in_order(found: Iterable[str], order: Sequence[str]) -> list[str]:
+    """Names in the order of the stages that they belong to; unknown ones behind, as they come."""
+    names = list(found)
+    return [name for name in order if name in names] + [name for name in names if name not in order]
 
 
 def tiles(report: Report) -> list[tuple[str, str, str]]:
@@ -241,14 +323,31 @@ def limits(report: Report) -> list[str]:
         "languages and chat behaviour need their own tests.",
         "FLOPs per token are unchanged; what shrinks is the KV cache and the memory traffic of decoding.",
     ]
-    original, final = report.original, report.final
-    if original and final and _worse(final, original):
-        out.insert(0, "The result is worse than the original on this text: see the table.")
-    if not report.budget.get("tokens"):
+    if not report.models:
+        out.insert(0, "No text was scored beside the calibration text: see mha2gqa evaluate.")
+    elif worse := _worse_than_original(report):
+        out.insert(0, worse)
+    if not report.uptrained:
         out.append(
             "No uptraining was done; a small budget on the model's own kind of text lowers the loss further."
         )
     return out
+
+
+def _worse_than_original(report: Report) -> str:
+    """The sentence about results that lost something, empty where none did."""
+    original, final, best = report.original, report.final, best_rows(report.models)
+    if original is None or final is None:
+        return ""
+    worse = [row for row in best or [final] if _worse(row, original)]
+    if not worse:
+        return ""
+    if not best:
+        return "The result is worse than the original on this text: see the table."
+    if len(worse) == len(best):
+        return "Every result is worse than the original on this text: see the table."
+    names = ", ".join(str(row["groups"]) for row in worse)
+    return f"At G = {names} every result is worse than the original on this text: see the table."
 
 
 def _worse(row: Row, original: Row) -> bool:

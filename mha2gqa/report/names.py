@@ -16,6 +16,7 @@ from ..assets import heldout_path, tiny_model_path
 if TYPE_CHECKING:
     from .content import Report
 
+_ROOT = Path(__file__).parents[2]
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w-]*/[A-Za-z0-9_][\w.-]*")
 # In running text; not the slashes of a URL, of a fraction or of a relative path.
 ABSOLUTE = re.compile(
@@ -43,10 +44,11 @@ def display_name(name: str) -> str:
     """
     if name.startswith("builtin:") or hub_name(name.split(":", 1)[0]):
         return name
-    built_in = {tiny_model_path(): "builtin:tiny", heldout_path(): "builtin:heldout"}
-    if (path := Path(name)) in built_in:
-        return built_in[path]
-    return PureWindowsPath(name).name or name  # both kinds of slashes
+    path = PureWindowsPath(name)  # understands both kinds of slashes
+    for carried, built_in in ((tiny_model_path(), "builtin:tiny"), (heldout_path(), "builtin:heldout")):
+        if path.parts[-len(inside := carried.relative_to(_ROOT).parts) :] == inside:  # of any installation
+            return built_in
+    return path.name or name
 
 
 def is_machine_path(text: str) -> bool:

@@ -1,164 +1,141 @@
-"""Pictures as inline SVG through matplotlib, coloured by CSS variables so that they follow light and dark.
-
-Figures are drawn in marker colours that are then replaced by `var(--…)`; text stays text (searchable,
-and in the page's own font). Widths are those of a phone held upright, so that nothing shrinks there.
-"""
+"""Pictures of one run: loss over uptraining, loss by context, cache sizes, errors and grouping by layer."""
 
 from __future__ import annotations
 
-import io
 import math
-import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from .tables import finite, human_bytes, human_count
+from .numbers import finite, fixed, human_bytes, human_count
+from .svg import (
+    DASHES,
+    MARKERS,
+    OTHER,
+    PAPER,
+    SERIES,
+    UPTRAINED,
+    as_svg,
+    legend_below,
+    mark_original,
+    number_at,
+    styled_figure,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
-# Marker colour -> CSS variable. The markers are near-black values that no default style produces.
-INK, FAINT, PAPER = "#010203", "#010204", "#010205"
-SERIES = tuple(f"#0102{16 + i:02x}" for i in range(8))
-_VARIABLES = {INK: "--ink", FAINT: "--faint", PAPER: "--paper"} | {
-    colour: f"--s{i + 1}" for i, colour in enumerate(SERIES)
-}
-_STYLE: dict[Any, Any] = {
-    "svg.fonttype": "none",
-    "font.family": "sans-serif",
-    "font.size": 10.5,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": FAINT,
-    "axes.labelcolor": INK,
-    "axes.titlecolor": INK,
-    "axes.titlesize": 10.5,
-    "axes.titlelocation": "left",
-    "text.color": INK,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "axes.grid": True,
-    "axes.grid.axis": "y",
-    "grid.color": FAINT,
-    "grid.linewidth": 0.6,
-    "axes.axisbelow": True,
-    "lines.linewidth": 1.8,
-    "figure.constrained_layout.use": True,
-}
-WIDTH = 4.9  # inches at 72 points: 353 points, a phone's width
-ROLE_COLOURS = {"original": SERIES[0], "converted": SERIES[1], "uptrained": SERIES[2]}
+Points = Sequence[tuple[float, float]]
 
 
-def curves_svg(curves: Mapping[str, Sequence[tuple[float, float]]], marks: Mapping[str, float]) -> str:
-    """Training and held-out loss over tokens, with the original's loss as a line to reach.
+def _drawn(points: Points) -> list[tuple[float, float]]:
+    """The points of a curve; none where there are not at least two that can be drawn."""
+    usable = [(x, y) for x, y in points if finite(x) is not None and finite(y) is not None]
+    return usable if len(usable) > 1 else []
+
+
+def evaluation_svg(points: Points, original: float | None) -> str:
+    """Loss on the evaluation text from before uptraining to its end.
 
     Args:
-        curves: Name -> `(tokens, loss)` points.
-        marks: Name -> loss, drawn as labelled horizontal lines.
-
-    Returns:
-        An SVG element, or `""` where there is nothing to draw.
-    """
-    shown = {name: points for name, points in curves.items() if points}
-    if not shown:
-        return ""
-    with styled_figure(3.0) as (figure, axes):
-        styles = {"training": (SERIES[1], "-", None), "held-out": (SERIES[2], "-", "o")}
-        for name, points in shown.items():
-            colour, line, marker = styles.get(name, (SERIES[3], "-", None))
-            x, y = zip(*points, strict=True)
-            thin = 1.0 if name == "training" else 1.8
-            axes.plot(x, y, line, color=colour, marker=marker, markersize=3.5, linewidth=thin, label=name)
-        for name, loss in marks.items():
-            axes.axhline(loss, color=ROLE_COLOURS.get(name, FAINT), linestyle="--", linewidth=1.2, label=name)
-        axes.xaxis.set_major_formatter(lambda value, _: human_count(value))
-        axes.set(xlabel="uptraining tokens", ylabel="loss, nats/token")
-        axes.legend(frameon=False, fontsize=9.5, ncols=2)
-        return as_svg(figure, "curves", "Training and held-out loss over uptraining tokens")
-
-
-def frontier_svg(points: Sequence[Mapping[str, Any]], original: Mapping[str, Any] | None) -> str:
-    """Perplexity against KV bytes per token, one line for each method and alpha.
-
-    Args:
-        points: Rows with `method`, `alpha`, `num_kv_heads`, `kv_bytes_per_token`, `perplexity`.
-        original: The same keys for the original, drawn as the reference.
+        points: `(uptraining tokens, loss)`, all on one text by one protocol.
+        original: The original's loss on the same text by the same protocol, None where unknown.
 
     Returns:
         An SVG element, or `""` where there are fewer than two points.
     """
-    if original is not None and not drawable(original.get("perplexity")):
-        original = None
-    usable = [p for p in points if drawable(p.get("perplexity")) and p.get("kv_bytes_per_token")]
-    if len(usable) + (original is not None) < 2:
+    if not (curve := _drawn(points)):
         return ""
-    series: dict[str, list[Mapping[str, Any]]] = {}
-    for point in usable:
-        alpha = point.get("alpha")
-        name = str(point.get("method") or "") + (f", alpha {alpha:g}" if alpha else "")
-        series.setdefault(name, []).append(point)
-    with styled_figure(3.4) as (figure, axes):
-        for i, (name, members) in enumerate(series.items()):
-            members = sorted(members, key=lambda p: p["kv_bytes_per_token"])
-            x, y = [p["kv_bytes_per_token"] for p in members], [p["perplexity"] for p in members]
-            marker = "os^Dv<>p"[i % 8]
-            axes.plot(x, y, marker=marker, markersize=5, color=SERIES[1 + i % 7], label=name)
-        if original is not None:
-            axes.axhline(original["perplexity"], color=SERIES[0], linestyle="--", linewidth=1.2)
-            axes.plot(
-                [original["kv_bytes_per_token"]],
-                [original["perplexity"]],
-                "*",
-                markersize=11,
-                color=SERIES[0],
-                label="original",
-            )
-        sizes = sorted({p["kv_bytes_per_token"] for p in [*usable, *([original] if original else [])]})
-        values = [p["perplexity"] for p in usable]
-        if max(values) > 8 * min(values):
-            axes.set_yscale("log")
-            low, high = axes.get_ylim()
-            powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)))
-            ticks = [m * 10.0**n for n in powers for m in (1, 2, 5) if low <= m * 10.0**n <= high]
-            axes.set_yticks(ticks, [f"{tick:,.15g}" for tick in ticks])  # 10² alone is no scale
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(sizes, [human_bytes(size) for size in sizes])
-        axes.minorticks_off()
-        axes.set(xlabel="KV cache per token", ylabel="perplexity")
-        axes.legend(frameon=False, fontsize=9.5)
-        return as_svg(figure, "frontier", "Perplexity against KV-cache bytes per token")
+    with styled_figure(3.0) as (figure, axes):
+        draw_evaluation(axes, curve, original)
+        return as_svg(figure, "evaluation", "Loss on the evaluation text over uptraining tokens")
 
 
-def positions_svg(series: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+def draw_evaluation(axes: Axes, curve: Points, original: float | None) -> None:
+    """The curve, its ends and the original with their numbers as the table writes them."""
+    x, y = zip(*curve, strict=True)
+    axes.plot(x, y, "-o", color=UPTRAINED, markersize=4.5)
+    values = [*y] if original is None else [*y, original]
+    room = 0.16 * ((max(values) - min(values)) or 0.1)
+    axes.set_ylim(min(values) - room, max(values) + room)
+    number_at(axes, fixed(y[0], 4), x[0], y[0])
+    number_at(axes, fixed(y[-1], 4), x[-1], y[-1])
+    if original is not None:
+        mark_original(axes, original)
+        axes.annotate(
+            f"original {fixed(original, 4)}",
+            (0, original),
+            xycoords=("axes fraction", "data"),
+            xytext=(4, 4),
+            textcoords="offset points",
+            fontsize=9.0,
+        )
+    axes.margins(x=0.1)
+    _token_axis(axes)
+
+
+def objective_svg(curves: Mapping[str, Points], title: str) -> str:
+    """Terms of the training objective over tokens, or any curves that are compared with no model's row.
+
+    Args:
+        curves: Name -> `(tokens, loss)`.
+        title: For screen readers.
+
+    Returns:
+        An SVG element, or `""` where no curve has two points.
+    """
+    shown = {name: curve for name, points in curves.items() if (curve := _drawn(points))}
+    if not shown:
+        return ""
+    with styled_figure(2.7) as (figure, axes):
+        for i, (name, curve) in enumerate(shown.items()):
+            x, y = zip(*curve, strict=True)
+            marker = "o" if len(curve) < 20 else None
+            style: dict[str, Any] = {
+                "linestyle": DASHES[i % 4],
+                "marker": marker,
+                "markersize": 3.5,
+                "linewidth": 1.4,
+            }
+            axes.plot(x, y, color=SERIES[(7, 0, 6)[i % 3]], label=name, **style)
+        _token_axis(axes)
+        if len(shown) > 1:
+            legend_below(figure, axes)
+        return as_svg(figure, title.split()[0].lower(), title)
+
+
+def _token_axis(axes: Axes) -> None:
+    axes.xaxis.set_major_formatter(lambda value, _: human_count(value))
+    axes.locator_params(axis="x", nbins=6)
+    axes.set(xlabel="uptraining tokens", ylabel="loss, nats/token")
+
+
+def positions_svg(series: Sequence[tuple[str, str, Sequence[Mapping[str, Any]]]]) -> str:
     """Loss by length of context, one line for each model.
 
     Args:
-        series: Name -> `positions` of a model: `low`, `high`, `tokens`, `loss`.
+        series: Name, colour, and `positions` of a model: `low`, `high`, `tokens`, `loss`.
 
     Returns:
         An SVG element, or `""` where there are fewer than two lengths.
     """
-    shown = {
-        name: [
-            (math.sqrt(max(p["low"], 1) * max(p["high"], 1)), p["loss"])
-            for p in points
-            if drawable(p["loss"])
-        ]
-        for name, points in series.items()
-    }
-    shown = {name: points for name, points in shown.items() if len(points) > 1}
-    if not shown:
+    lines = []
+    for name, colour, positions in series:
+        points = [(math.sqrt(max(p["low"], 1) * max(p["high"], 1)), p["loss"]) for p in positions]
+        if curve := _drawn(points):
+            lines.append((name, colour, curve))
+    if not lines:
         return ""
-    with styled_figure(3.0) as (figure, axes):
-        for i, (name, points) in enumerate(shown.items()):
-            x, y = zip(*points, strict=True)
-            colour = ROLE_COLOURS.get(name, SERIES[i % 8])
-            axes.plot(x, y, marker="os^Dv<>p"[i % 8], markersize=4, color=colour, label=name)
+    with styled_figure(3.2) as (figure, axes):
+        seen: dict[str, int] = {}
+        for i, (name, colour, curve) in enumerate(lines):
+            seen[colour] = seen.get(colour, -1) + 1
+            x, y = zip(*curve, strict=True)
+            marker, dash = MARKERS[i % 8], DASHES[seen[colour] % 4]
+            axes.plot(x, y, dash, marker=marker, markersize=4, color=colour, label=name)
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
         axes.set(xlabel="tokens of context", ylabel="loss, nats/token")
-        axes.legend(frameon=False, fontsize=9.5)
+        legend_below(figure, axes)
         return as_svg(figure, "positions", "Loss by length of context")
 
 
@@ -166,7 +143,7 @@ def kv_bars_svg(rows: Sequence[tuple[str, float, str]], batch: int, context: int
     """KV-cache size of each model at one batch and context, as bars.
 
     Args:
-        rows: (name, bytes per token, role).
+        rows: (name, bytes per token, colour).
         batch, context: What the sizes are for.
 
     Returns:
@@ -176,8 +153,7 @@ def kv_bars_svg(rows: Sequence[tuple[str, float, str]], batch: int, context: int
         return ""
     with styled_figure(0.75 + 0.42 * len(rows)) as (figure, axes):
         sizes = [per_token * batch * context for _, per_token, _ in rows]
-        colours = [ROLE_COLOURS.get(role, SERIES[3]) for _, _, role in rows]
-        axes.barh(range(len(rows)), sizes, color=colours, height=0.62)
+        axes.barh(range(len(rows)), sizes, color=[colour for _, _, colour in rows], height=0.62)
         for i, size in enumerate(sizes):
             axes.annotate(human_bytes(size), (size, i), (5, 0), textcoords="offset points", va="center")
         axes.set_yticks(range(len(rows)), [name for name, _, _ in rows])
@@ -190,27 +166,31 @@ def kv_bars_svg(rows: Sequence[tuple[str, float, str]], batch: int, context: int
         return as_svg(figure, "kv", f"KV cache at batch {batch}, context {context}")
 
 
-def residuals_svg(series: Mapping[str, Sequence[tuple[int, float]]]) -> str:
-    """Relative residuals of the merge, layer by layer.
+def layers_svg(name: str, title: str, series: Mapping[str, Points], ylabel: str) -> str:
+    """A figure of every attention module, layer by layer.
 
     Args:
-        series: Name -> `(layer, residual)` points.
+        name: Of the picture.
+        title: For screen readers.
+        series: Name -> `(layer, value)` points.
+        ylabel: What the values are.
 
     Returns:
-        An SVG element, or `""` where nothing is known.
+        An SVG element, or `""` where no series has two layers.
     """
-    shown = {name: points for name, points in series.items() if points}
+    shown = {label: curve for label, points in series.items() if (curve := _drawn(points))}
     if not shown:
         return ""
-    with styled_figure(2.7) as (figure, axes):
-        for i, (name, points) in enumerate(shown.items()):
-            x, y = zip(*points, strict=True)
-            axes.plot(x, y, marker="os^D"[i % 4], markersize=4, color=SERIES[1 + i % 7], label=name)
+    with styled_figure(2.8) as (figure, axes):
+        for i, (label, curve) in enumerate(shown.items()):
+            x, y = zip(*curve, strict=True)
+            dash = DASHES[(len(shown) - 1 - i) % 4]  # the last stage is drawn through
+            axes.plot(x, y, dash, marker=MARKERS[i % 8], markersize=4, color=OTHER, label=label)
         axes.locator_params(axis="x", integer=True)
         axes.set_ylim(bottom=0)
-        axes.set(xlabel="layer", ylabel="relative residual")
-        axes.legend(frameon=False, fontsize=9.5)
-        return as_svg(figure, "residuals", "Relative residual of the merge for each layer")
+        axes.set(xlabel="layer", ylabel=ylabel)
+        legend_below(figure, axes)
+        return as_svg(figure, name, title)
 
 
 def grouping_svg(groupings: Sequence[tuple[str, Sequence[Sequence[int]]]]) -> str:
@@ -261,54 +241,3 @@ def _squares(places: Sequence[tuple[int, int]], colour: str) -> Any:
     vertices = [(x + dx, y + dy) for x, y in places for dx, dy in corners]
     codes = [Path.MOVETO, Path.LINETO, Path.LINETO, Path.LINETO, Path.CLOSEPOLY] * len(places)
     return PathPatch(Path(vertices, codes), facecolor=colour, edgecolor="none", clip_on=False)
-
-
-class styled_figure:
-    """A styled figure of `height` inches that leaves no global state behind."""
-
-    def __init__(self, height: float) -> None:
-        self.height = height
-
-    def __enter__(self) -> tuple[Figure, Axes]:
-        import matplotlib
-        from matplotlib.backends.backend_svg import FigureCanvasSVG
-        from matplotlib.figure import Figure
-
-        self.context = matplotlib.rc_context(_STYLE)
-        self.context.__enter__()
-        figure = Figure(figsize=(WIDTH, self.height))
-        FigureCanvasSVG(figure)
-        figure.patch.set_alpha(0)
-        axes = figure.subplots()
-        axes.patch.set_alpha(0)
-        return figure, axes
-
-    def __exit__(self, *exc: object) -> None:
-        self.context.__exit__(None, None, None)
-
-
-def as_svg(figure: Figure, name: str, title: str) -> str:
-    """The figure as one `<svg>` element with CSS variables for colours and a title for screen readers."""
-    import matplotlib
-
-    buffer = io.StringIO()
-    with matplotlib.rc_context({"svg.hashsalt": name}):  # ids differ between pictures of a page
-        figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Type", "Format")))
-    text = buffer.getvalue()
-    text = text[text.index("<svg") :]
-    text = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>|\n(?= *<)", "", text, flags=re.S)
-    text = re.sub(r' (?:width|height)="[\d.]+pt"', "", text)  # the page decides the size
-    text = re.sub(r"font-family: [^;\"]*;? ?|font: ", "", text)
-    used = set(re.findall(r'url\(#([^)]+)\)|href="#([^"]+)"', text))
-    keep = {name for pair in used for name in pair if name}
-    text = re.sub(r' id="([^"]+)"', lambda m: f' id="{name}-{m[1]}"' if m[1] in keep else "", text)
-    text = re.sub(r'(url\(#|href="#)', rf"\g<1>{name}-", text)
-    for colour, variable in _VARIABLES.items():
-        text = text.replace(colour, f"var({variable})")
-    text = re.sub(r"\n+", " ", text)
-    return text.replace("<svg ", f'<svg role="img" aria-label="{title}" ', 1).strip()
-
-
-def drawable(value: Any) -> bool:
-    """Whether it is a number that can be drawn."""
-    return finite(value) is not None

@@ -1,13 +1,9 @@
-"""Numbers for people: human units, terminal tables, Markdown tables. Pure strings."""
+"""Numbers for people: human units, fixed decimals, changes in percent. Pure strings."""
 
 from __future__ import annotations
 
 import math
-import unicodedata
-from collections.abc import Sequence
 from typing import Any
-
-Column = tuple[str, str]  # heading, alignment: "<" or ">"
 
 
 def human_bytes(count: float | None) -> str:
@@ -126,50 +122,3 @@ def ratio_text(value: Any, reference: Any) -> str:
     if abs(change) >= 1e9:
         return f"{change:+.1e} %"
     return f"{change:+,.{1 if abs(change) < 100 else 0}f} %"
-
-
-def text_table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> str:
-    """An aligned table for the terminal.
-
-    Args:
-        columns: Heading and alignment of each column.
-        rows: Cells.
-
-    Returns:
-        Lines without trailing blanks, a rule under the heading.
-
-    Example:
-        >>> print(text_table([("model", "<"), ("loss", ">")], [["a", "3.310"]]))
-        model   loss
-        -----  -----
-        a      3.310
-    """
-    cells = [[heading for heading, _ in columns], *[list(map(str, row)) for row in rows]]
-    widths = [max(_width(row[i]) for row in cells) for i in range(len(columns))]
-    lines = [
-        "  ".join(
-            _pad(cell, width, align) for cell, width, (_, align) in zip(row, widths, columns, strict=True)
-        )
-        for row in cells
-    ]
-    lines.insert(1, "  ".join("-" * width for width in widths))
-    return "\n".join(line.rstrip() for line in lines)
-
-
-def markdown_table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> str:
-    """The same as a Markdown table; pipes inside cells are escaped."""
-    rule = ["---:" if align == ">" else "---" for _, align in columns]
-    body = [[str(cell).replace("|", "\\|") for cell in row] for row in rows]
-    table = [[heading for heading, _ in columns], rule, *body]
-    return "\n".join(f"| {' | '.join(row)} |" for row in table)
-
-
-def _width(text: str) -> int:
-    """Terminal cells that `text` takes."""
-    wide = sum(unicodedata.east_asian_width(c) in "WF" for c in text)
-    return len(text) + wide - sum(bool(unicodedata.combining(c)) for c in text)
-
-
-def _pad(text: str, width: int, align: str) -> str:
-    blanks = " " * (width - _width(text))
-    return blanks + text if align == ">" else text + blanks

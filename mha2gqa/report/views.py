@@ -1,0 +1,345 @@
+"""What the result of each command says, as lines and tables: from the same plain data that `--json` prints."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .content import (
+    Column,
+    Table,
+    becomes,
+    calibration_losses,
+    differences,
+    models_table,
+    scoring,
+    training_losses,
+)
+from .layers import layers_table
+from .numbers import box_size, fixed, human_bytes, human_count, significant
+
+Data = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line, or several.
+
+    Args:
+        text: What it says.
+        style: How rich shows it on a terminal.
+        wrap: Whether a terminal may break it between words; a command is not broken, so that it can be copied.
+    """
+
+    text: str = ""
+    style: str = ""
+    wrap: bool = True
+
+
+Block = Line | Table
+BLANK = Line()
+
+
+def view(data: Data) -> list[Block]:
+    """A result as blocks; its `command` chooses the form."""
+    return list(_VIEWS.get(str(data.get("command")), _plain)(data))
+
+
+def _plan(data: Data) -> Iterable[Block]:
+    kv, decode = data["num_kv_heads"], data["decode"]
+    yield Line(f"{data['source']}: {_result_type(data)}")
+    yield Line(
+        f"{data['layers']} attention layers to change, "
+        f"{data['num_heads']} query heads of {data['head_dim']}, {kv['before']} KV heads -> {kv['after']} "
+        f"(groups of {kv['before'] // kv['after']})"
+    )
+    yield BLANK
+    yield _options_table(data)
+    yield BLANK
+    yield Line(
+        f"Decoding at batch {decode['batch']}, context {decode['context']:,}: a step moves "
+        f"{_change(decode['step_bytes'])}; at {box_size(decode['bandwidth'])}/s at most "
+        f"{_change(decode['tokens_per_second_ceiling'], human_count)} tokens/s."
+    )
+    yield Line(
+        f"Sequences that fit {box_size(decode['gpu_memory'])} beside the weights, a tenth kept free: "
+        f"{_change(decode['max_batch'], str)}."
+    )
+    yield Line(
+        f"Converting writes {human_bytes(data['conversion']['disk_bytes'])}, needs about "
+        f"{human_bytes(data['conversion']['memory_bytes'])} of memory and, at 500 MB/s of disk, about "
+        f"{significant(data['conversion']['seconds'], 2)} s (calibration comes on top)."
+    )
+    yield BLANK
+    yield Line("Uptraining: weights, gradients, AdamW state and a bf16 teacher (activations come on top):")
+    yield _memory_table(data["memory"])
+    if not data["exact"]:
+        yield from (BLANK, Line("No weights were found: sizes come from the config."))
+    yield from _warnings(data)
+    yield from _next(data["recommended"])
+
+
+def _result_type(data: Data) -> str:
+    """What the model becomes, and what loading the result takes."""
+    kinds = becomes(data["model_type"], data["result_type"])
+    if data["trust_remote_code"]:
+        return f"{kinds}: modelling code travels with the result, which loads with trust_remote_code=True"
+    same = ", which computes the same" if data["reexpression"] else ""
+    return f"{kinds}{same}; the result loads without trust_remote_code"
+
+
+def _options_table(data: Data) -> Table:
+    columns: list[Column] = [("G", ">"), ("heads/group", ">"), ("parameters", ">"), ("checkpoint", ">")]
+    columns += [("KV/token", ">"), ("KV cache", ">"), ("sequences", ">"), ("which", "<")]
+    marks = {data["num_kv_heads"]["before"]: "now", data["groups"]: "chosen"}
+    several = len({o["model_type"] for o in data["options"]}) > 1
+    columns += [("as", "<")] if several else []
+    rows = [
+        [
+            str(o["groups"]),
+            str(o["group_size"]),
+            human_count(o["parameters"]),
+            human_bytes(o["bytes"]),
+            human_bytes(o["kv_bytes_per_token"]),
+            human_bytes(o["kv_bytes"]),
+            str(o["max_batch"]),
+            marks.get(o["groups"], ""),
+            *([o["model_type"]] if several else []),
+        ]
+        for o in data["options"]
+    ]
+    return Table(columns, rows)
+
+
+def _memory_table(memory: Data) -> Table:
+    columns: list[Column] = [("--train", "<"), ("trained", ">"), ("memory", ">"), ("no teacher", ">")]
+    size = box_size(memory["gpu_memory"])
+    rows = [
+        [
+            name,
+            human_count(found["trained_parameters"]),
+            human_bytes(found["bytes"]),
+            human_bytes(found["without_teacher"]),
+            f"{found['gpus'] or 'more than ' + str(found['most_gpus'])} x {size}",
+        ]
+        for name, found in memory["sets"].items()
+    ]
+    return Table([*columns, ("fits", "<")], rows)
+
+
+def _change(pair: Data, form: Callable[[Any], str] = human_bytes) -> str:
+    return f"{form(pair['before'])} -> {form(pair['after'])}"
+
+
+def _convert(data: Data) -> Iterable[Block]:
+    kv, types = data["num_kv_heads"], data.get("reexpression")
+    kinds = f"{becomes(types['source_type'], types['target_type'])}, " if types else ""
+    yield Line(
+        f"{data['source']} -> {data['output']}: {kinds}{kv['before']} KV heads -> {kv['after']}, "
+        f"method {data['method']}"
+    )
+    if data["layers"]:
+        yield from (BLANK, layers_table(data["layers"]))
+    yield from (BLANK, _checks(data["verification"]))
+    yield from _warnings(data)
+    yield from (BLANK, *_gained(data))
+    words = ["mha2gqa", "evaluate", data["source"], data["output"], "--data", "HELDOUT.jsonl"]
+    yield from _next(shlex.join(words))
+
+
+def _gained(data: Data) -> Iterable[Block]:
+    """How much smaller the cache is, and what that costs, as far as it was measured."""
+    cache = data.get("kv_bytes_per_token")
+    if cache and cache["after"] and cache["before"] > cache["after"]:
+        ratio = significant(cache["before"] / cache["after"])
+        yield Line(f"KV cache {ratio}x smaller: {_change(cache)} a token.", "bold")
+    if losses := calibration_losses(data.get("calibration") or {}):
+        yield Line(f"{losses[0].upper()}{losses[1:]}", "bold")
+
+
+def _evaluate(data: Data) -> Iterable[Block]:
+    rows = [
+        {"role": "original" if i == 0 else "", **row, "label": row["path"]}
+        for i, row in enumerate(data["models"])
+    ]
+    yield from (Line(scoring(data)), BLANK, models_table(rows))
+    yield from _tasks(rows)
+    found = [Line(line) for line in differences(rows)]
+    for gate in data.get("gates") or ():
+        verdict = "ok" if gate["ok"] else "FAILED"
+        text = f"gate {gate['gate']} {gate['limit']}: {gate['model']} has {gate['value']}: {verdict}"
+        found.append(Line(text, STYLES[verdict]))
+    if found:
+        yield from (BLANK, *found)
+    yield from _warnings(data)
+
+
+def _tasks(rows: Sequence[Data]) -> Iterable[Block]:
+    """One line a task and metric, one column a model; nothing where no tasks were run."""
+    names = {
+        (task, metric): None
+        for row in rows
+        for task, values in (row.get("tasks") or {}).items()
+        for metric in values
+        if not metric.split(",")[0].endswith("_stderr")
+    }
+    cells = [
+        [task, metric, *(fixed(((row.get("tasks") or {}).get(task) or {}).get(metric), 4) for row in rows)]
+        for task, metric in names
+    ]
+    columns = [("task", "<"), ("metric", "<"), *((str(row["label"]), ">") for row in rows)]
+    return [BLANK, Table(columns, cells)] if cells else []
+
+
+def _uptrain(data: Data) -> Iterable[Block]:
+    budget, losses = data["budget"], data["losses"]
+    alpha = budget.get("alpha")
+    share = f"alpha {significant(alpha)}" if alpha else "share of the original budget unknown"
+    yield Line(
+        f"{data['output']}: {human_count(budget['tokens'])} tokens in {budget['steps']} steps ({share})"
+    )
+    for name, first, last in training_losses(losses):
+        yield Line(f"{name} {fixed(first, 4)} -> {fixed(last, 4)}", "bold")
+    speed = data.get("throughput") or {}
+    if speed.get("tokens_per_second"):
+        yield Line(f"{human_count(speed['tokens_per_second'])} tokens/s")
+    yield from _warnings(data)
+
+
+def _run(data: Data) -> Iterable[Block]:
+    planned = [stage for stage in data["stages"] if stage["status"] == "planned"]  # the others were logged
+    yield from (Line(f"{stage['name']}: {stage['detail']}") for stage in planned)
+    if data.get("models"):
+        yield models_table(data["models"])
+    if data.get("headline"):
+        yield from (BLANK, Line(data["headline"], "bold"))
+    yield from (Line(f"wrote {path}", "dim", wrap=False) for path in data.get("written") or ())
+    yield from _warnings(data)
+    for text in data.get("next") or ():
+        yield from (BLANK, Line(text, wrap=False))
+
+
+def _verify(data: Data) -> Iterable[Block]:
+    yield _checks(data["checks"])
+
+
+def _checks(checks: Sequence[Data]) -> Table:
+    verdicts = {True: "ok", False: "FAILED", None: "not checked"}
+    rows = [[verdicts[check["ok"]], check["name"], check["detail"]] for check in checks]
+    return Table([("check", "<"), ("", "<"), ("", "<")], rows)
+
+
+def _archs(data: Data) -> Iterable[Block]:
+    supported = [[row["model_type"], str(row.get("proven", ""))] for row in data["supported"]]
+    again = [[row["model_type"], _route(row)] for row in data["reexpressed"]]
+    refused = [[row["model_type"], row["reason"]] for row in data["refused"]]
+    for title, second, rows in (
+        (f"supported ({len(supported)})", "proven", supported),
+        (f"re-expressed ({len(again)})", "as", again),
+        (f"refused ({len(refused)})", "because", refused),
+    ):
+        if rows:
+            yield from (Table([(title, "<"), (second, "<")], rows), BLANK)
+
+
+def _route(row: Data) -> str:
+    """Where to, and under what conditions."""
+    few = "for G = 1" if row["groups"] == "1" else ""
+    named = row["option"] if row["option"] != "--as auto" else ""
+    conditions = ", ".join(filter(None, (few, row["when"], named and f"only with {named}")))
+    return f"{row['as']} ({conditions})" if conditions else str(row["as"])
+
+
+def _bench(data: Data) -> Iterable[Block]:
+    columns: list[Column] = [("model", "<"), ("tokens/s", ">"), ("ms/step", ">"), ("KV cache", ">")]
+    columns += [("step moves", ">"), ("bandwidth used", ">"), ("first token", ">")]
+    models = data["models"]
+    rows = [
+        [
+            row["path"],
+            human_count(row["tokens_per_second"]),
+            significant(row["milliseconds_per_step"]),
+            human_bytes(row["kv_bytes"]),
+            human_bytes(row["step_bytes"]),
+            f"{human_bytes(row['bytes_per_second'])}/s" + _share(row),
+            f"{significant(row['first_token_milliseconds'])} ms",
+        ]
+        for row in models
+    ]
+    where = f"batch {data['batch']}, context {data['context']:,}, {data['dtype']} on {data['device']}"
+    if data.get("copy_bandwidth"):
+        where += f", which copies {human_bytes(data['copy_bandwidth'])}/s"
+    yield from (Line(where), BLANK, Table(columns, rows), BLANK)
+    yield from (Line(_budget(row, budget)) for row in models for budget in row.get("budgets", ()))
+    yield from map(
+        Line, dict.fromkeys(f"timed: {row['step']}, attention {row['attention']}" for row in models)
+    )
+    own = [f"{row['path']}: {warning}" for row in models for warning in row.get("warnings", ())]
+    yield from _warnings({**data, "warnings": [*data.get("warnings", ()), *own]})
+
+
+def _share(row: Data) -> str:
+    share = row.get("share_of_bandwidth")
+    return "" if share is None else f" ({share:.0%})"
+
+
+def _budget(row: Data, budget: Data) -> str:
+    """How many sequences a budget of memory holds, and how fast they are decoded."""
+    speed = budget["tokens_per_second"]
+    timed = f"{human_count(speed)} tokens/s" if speed else f"not timed: {budget['reason']}"
+    return f"{row['path']}: {human_bytes(budget['memory_bytes'])} of memory hold batch {budget['batch']}, {timed}"
+
+
+def _push(data: Data) -> Iterable[Block]:
+    where = data["url"] or f"would go to {data['repo']} (dry run)"
+    yield Line(f"{len(data['files'])} files, {human_bytes(data['bytes'])}: {where}")
+
+
+def _export(data: Data) -> Iterable[Block]:
+    shown = ", ".join(data["files"][:5]) + (" …" if len(data["files"]) > 5 else "")
+    yield Line(f"wrote {data['output']}: {shown}")
+    yield from (Line(f"{check['name']}: {check['detail']}") for check in data["verification"])
+
+
+def _env(data: Data) -> Iterable[Block]:
+    rows = [[name, version] for name, version in data["versions"].items()]
+    rows += [["platform", data["platform"]], ["CPUs", str(data["cpus"])]]
+    rows += [
+        [f"device {i}", f"{d['name']}, {human_bytes(d['memory'])}"] for i, d in enumerate(data["devices"])
+    ]
+    rows += [[name, value] for name, value in data["variables"].items()]
+    width = max(len(name) for name, _ in rows)
+    yield from (Line(f"{name:<{width}}  {value}") for name, value in rows)
+
+
+def _warnings(data: Data) -> Iterable[Block]:
+    found = dict.fromkeys([*(data.get("warnings") or ()), *(data.get("notices") or ())])
+    return [BLANK, *(Line(f"warning: {text}", "yellow") for text in found)] if found else []
+
+
+def _next(command: str) -> Iterable[Block]:
+    return BLANK, Line(f"Next: {command}", "cyan", wrap=False)
+
+
+def _plain(data: Data) -> Iterable[Block]:
+    yield from (Line(f"{key}: {value}") for key, value in data.items())
+
+
+STYLES = {"ok": "green", "FAILED": "bold red", "not checked": "yellow"}
+_VIEWS: dict[str, Callable[[Data], Iterable[Block]]] = {
+    "plan": _plan,
+    "convert": _convert,
+    "evaluate": _evaluate,
+    "uptrain": _uptrain,
+    "run": _run,
+    "sweep": _run,
+    "demo": _run,
+    "verify": _verify,
+    "archs": _archs,
+    "bench": _bench,
+    "push": _push,
+    "env": _env,
+    "export": _export,
+}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,7 @@ class PairSource:
         source_column, target_column: Names of the columns, `a.b` for a field of a column; None for
             `source` and `target`, with audio `audio` (or `file_name`) and `text` (or `transcription`, `sentence`).
         targets: Whether targets are read; without, the original writes them.
+        limit: Give at most so many pairs.
 
     Attributes:
         warnings: What the reader should know.
@@ -67,8 +69,10 @@ class PairSource:
         source_column: str | None = None,
         target_column: str | None = None,
         targets: bool = True,
+        limit: int | None = None,
     ) -> None:
-        self.audio, self.targets = audio, targets
+        self.audio, self.targets, self.limit = audio, targets, limit
+        self._written: list[Pair] | None = None
         self._asked = (source_column, target_column)
         names, self._items = names_or_items(data)
         self._parts = [(name, None if audio and recordings(name) else sniff(name)) for name in names]
@@ -85,7 +89,28 @@ class PairSource:
         """The tables, in the order of reading."""
         return [file for _, found in self._parts if found for file in found.files]
 
+    @property
+    def can_be_reread(self) -> bool:
+        """Whether a second reading gives the same pairs: not for a pipe."""
+        return all(file.path.is_file() or file.path.is_dir() for file in self.files)
+
+    def fits(self) -> bool:
+        """Whether the data has the columns of pairs, going by its first row."""
+        try:
+            return next(self._pairs(), None) is not None
+        except DataError:
+            return False
+
+    def keep(self, pairs: Iterable[Pair]) -> None:
+        """Give these pairs from now on, whose targets a model wrote."""
+        self._written = list(pairs)
+        if not self._written:
+            raise DataError("the model writes nothing for any of it", where=", ".join(self.names))
+
     def __iter__(self) -> Iterator[Pair]:
+        return islice(self._kept() if self._written is None else iter(self._written), self.limit)
+
+    def _kept(self) -> Iterator[Pair]:
         self.empty = found = 0
         for pair in self._pairs():
             if (isinstance(pair.source, str) and not pair.source.strip()) or self._lacks_target(pair):
@@ -268,11 +293,12 @@ class PairOptions:
         if self.beams < 1:
             raise UsageError("must be at least 1", where=f"--beams {self.beams}")
 
-    def open(self, data: Any, audio: bool) -> PairSource:
-        """The pairs of `data`."""
+    def open(self, data: Any, audio: bool, limit: int | None = None) -> PairSource:
+        """The pairs of `data`, at most `limit`."""
         return PairSource(
             data,
             audio=audio,
+            limit=limit,
             source_column=self.source_column,
             target_column=self.target_column,
             targets=self.targets == "data",

@@ -18,6 +18,7 @@ ENGLISH_VOCABULARY = 51864  # of a Whisper that knows English only, by its size
 
 def decoder_prompt(
     tokenizer: PreTrainedTokenizerBase,
+    model_type: str,
     config: Any,
     generation: Mapping[str, Any],
     options: PairOptions,
@@ -27,6 +28,7 @@ def decoder_prompt(
 
     Args:
         tokenizer: Is told the languages, where it has any.
+        model_type: Of the stock class.
         config: With the defaults of its class.
         generation: The raw generation config.
         options: Languages and task.
@@ -36,12 +38,12 @@ def decoder_prompt(
         UsageError: A language or task that the tokenizer does not have, or that must be named.
         DataError: The config does not say how the decoder starts.
     """
-    if config.model_type == WHISPER:
+    if model_type == WHISPER:
         return _whisper(tokenizer, config, generation, options, name)
     start, forced = _start(tokenizer, config, generation, name), None
     if hasattr(tokenizer, "src_lang"):
         forced = _set_languages(tokenizer, options, name)
-        if config.model_type in WRAPPED and _ends_with_language(tokenizer):
+        if model_type in WRAPPED and _ends_with_language(tokenizer):
             return [forced]
     elif options.source_language or options.target_language:
         raise UsageError(

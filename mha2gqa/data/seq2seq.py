@@ -14,6 +14,7 @@ from torch import Tensor
 from ..checkpoints.hf_config import known_config, load_config_json
 from ..checkpoints.loading import load_tokenizer
 from ..errors import CheckpointError, DataError, reason
+from ..modeling import PREFIX
 from .audio import Audio
 from .pairs import Pair, PairOptions
 from .prompts import WHISPER, WRAPPED, decoder_prompt
@@ -86,7 +87,12 @@ def is_audio(config: Mapping[str, Any]) -> bool:
     """Whether an encoder-decoder hears, by its raw config."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES as SPEECH
 
-    return config.get("model_type") in SPEECH
+    return stock_type(config) in SPEECH
+
+
+def stock_type(config: Mapping[str, Any]) -> str:
+    """The model type, for a converted model that brings its own code that of its original."""
+    return str(config.get("model_type")).removeprefix(PREFIX)
 
 
 class PairEncoder:
@@ -127,15 +133,15 @@ class PairEncoder:
     ) -> None:
         self.tokenizer, self.options, self.extractor, self.name = tokenizer, options, extractor, name
         self.known, self.generation = known_config(config), generation or {}
-        self.model_type, self.audio = str(config.get("model_type")), is_audio(config)
-        self.cut = self.resampled = self.silent = 0
+        self.model_type, self.audio = stock_type(config), is_audio(config)
+        self.reset()
         if self.audio and extractor is None:
             raise DataError(
                 "no feature extractor",
                 where=name,
                 fix="copy the original's preprocessor_config.json beside it",
             )
-        self.prompt = decoder_prompt(tokenizer, self.known, self.generation, options, name)
+        self.prompt = decoder_prompt(tokenizer, self.model_type, self.known, self.generation, options, name)
         self.source_limit = self._limit(SOURCE_LIMITS, tokenizer.model_max_length)
         self.target_limit = self._limit(TARGET_LIMITS, NO_LIMIT)
 
@@ -152,6 +158,9 @@ class PairEncoder:
                 model's tokenizer.
         """
         source = self._heard(pair) if isinstance(pair.source, Audio) else self._read(pair.source, pair.place)
+        return Example(source, *self._checked_decoder(pair), pair.place, pair.target or "")
+
+    def _checked_decoder(self, pair: Pair) -> tuple[np.ndarray, int]:
         decoder, prompt = self._decoder(pair)
         if self.target_limit is not None and len(decoder) - 1 > self.target_limit:
             raise DataError(
@@ -160,7 +169,7 @@ class PairEncoder:
                 fix="split the example, or leave it out",
             )
         self._check_ids(decoder, pair.place)
-        return Example(source, decoder, prompt, pair.place, pair.target or "")
+        return decoder, prompt
 
     def _read(self, text: str, place: str) -> np.ndarray:
         text = self.options.source_prefix + text
@@ -221,6 +230,17 @@ class PairEncoder:
             same += 1
         return np.array(ids, dtype=np.int32), max(1, same)
 
+    def check(self, pairs: Iterable[Pair]) -> None:
+        """Look at pairs as far as that costs little: headers of recordings, lengths of targets.
+
+        Raises:
+            DataError: As `encode`.
+        """
+        for pair in pairs:
+            if isinstance(pair.source, Audio):
+                pair.source.check()
+            self._checked_decoder(pair)
+
     def collate(self, examples: Sequence[Example]) -> ExampleSet:
         """Examples as one batch."""
         name = self._input_name()
@@ -246,6 +266,10 @@ class PairEncoder:
     def end(self) -> int | None:
         """The id that ends a target."""
         return self.tokenizer.eos_token_id
+
+    def reset(self) -> None:
+        """Count anew."""
+        self.cut = self.resampled = self.silent = 0
 
     def report(self) -> list[str]:
         """What the user should know of what has been encoded so far."""
@@ -301,11 +325,16 @@ def open_encoder(
     """
     raw = load_config_json(path)
     tokenizer = tokenizer or load_tokenizer(path, trust_remote_code)
-    extractor = _load_extractor(path, trust_remote_code) if is_audio(raw) else None
+    extractor = load_extractor(path, trust_remote_code) if is_audio(raw) else None
     return PairEncoder(tokenizer, raw, options, _generation_config(path), extractor, str(path))
 
 
-def _load_extractor(path: str | Path, trust_remote_code: bool) -> Any:
+def load_extractor(path: str | Path, trust_remote_code: bool = False) -> Any:
+    """The feature extractor of a folder or Hub id.
+
+    Raises:
+        CheckpointError: There is none or it cannot be read.
+    """
     from transformers import AutoFeatureExtractor
 
     try:

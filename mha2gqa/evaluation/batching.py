@@ -11,8 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..data.seq2seq import pad_encoder
 from .protocols import Window
 
+SAMPLES_A_POSITION = 320  # of sound
 POOL_BATCHES = 32  # windows of this many full batches, at most, are sorted by length together
 
 
@@ -27,7 +29,8 @@ class Batch:
         positions: int64 `[N]`, where in `inputs.view(-1)` each is predicted.
         context: int64 `[N]`, how many inputs the model has seen there.
         highest: The highest id among inputs and targets.
-        encoder: int64 `[B, S]` and its mask `[B, S]`, or None.
+        encoder: int64 `[B, S]` or float32 features `[B, …]`, and a mask `[B, S]` (None where features are not
+            padded); or None.
     """
 
     windows: Sequence[Window]
@@ -36,7 +39,7 @@ class Batch:
     positions: Tensor
     context: np.ndarray
     highest: int
-    encoder: tuple[Tensor, Tensor] | None = None
+    encoder: tuple[Tensor, Tensor | None] | None = None
 
     def pinned(self) -> Batch:
         """A copy in page-locked memory: its way to a GPU does not wait for the work queued there."""
@@ -85,7 +88,14 @@ def _cut(pool: Mapping[int, Sequence[Window]], room: int) -> Iterator[Batch]:
 
 
 def _length(item: Window) -> int:
-    return len(item.ids) - 1 + (0 if item.encoder is None else len(item.encoder))
+    return len(item.ids) - 1 + (0 if item.encoder is None else _positions(item.encoder))
+
+
+def _positions(encoder: np.ndarray) -> int:
+    """About how many positions an encoder has: convolutions halve features, and shorten samples by far."""
+    if encoder.dtype.kind == "i":
+        return len(encoder)
+    return len(encoder) // SAMPLES_A_POSITION if encoder.ndim == 1 else max(encoder.shape) // 2
 
 
 def _padded(rows: Sequence[np.ndarray]) -> np.ndarray:
@@ -104,11 +114,11 @@ def collate(windows: Sequence[Window]) -> Batch:
     scored = (column >= first) & (column < end)  # [B, T]
     context = np.broadcast_to(column, scored.shape)[scored] + 1
     inputs = np.where(column < end, ids[:, :-1], 0)
-    encoder = None
+    encoder: tuple[Tensor, Tensor | None] | None = None
     if windows[0].encoder is not None:
-        read = [w.encoder for w in windows if w.encoder is not None]
-        mask = _padded([np.ones(len(ids), dtype=np.int64) for ids in read])
-        encoder = (torch.from_numpy(_padded(read)), torch.from_numpy(mask))
+        rows, mask = pad_encoder([w.encoder for w in windows if w.encoder is not None])
+        padded = not rows.is_floating_point() or not bool(mask.all())
+        encoder = (rows, mask if padded else None)
     return Batch(
         windows,
         torch.from_numpy(inputs),

@@ -10,10 +10,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from ..checkpoints.loading import load_model
-from ..data import Prefetcher
+from ..data import Pair, PairSource, Prefetcher
+from ..data.generation import decode, generate_ids, with_targets
 from ..errors import DataError, UsageError
 from ..progress import Callback, Progress, current, reporting
 from .agreement import attention_error
@@ -28,6 +30,7 @@ from .setup import EvalModel, ResolvedConfig, prepare
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+GENERATING = "generating with "
 SCORING = "scoring "  # and the model's name: a stage
 ATTENTION_BATCHES = 2  # batches on which attention outputs are compared
 
@@ -94,6 +97,8 @@ class _Run:
         """Score every model; with a reference, each beside it."""
         reference = self.setup.reference
         others = [e for e in self.setup.entries if e is not reference]
+        if self.setup.config.targets == "generate" and isinstance(self.setup.text, PairSource):
+            self._write_targets(self.setup.entries[0], self.setup.text)
         self.progress.announce(*(f"{SCORING}{e.name}" for e in others or self.setup.entries))
         if reference is None or not others:
             for entry in self.setup.entries:
@@ -101,6 +106,7 @@ class _Run:
             return
         with self._opened(reference) as original:
             self._run_tasks(reference, original)
+            self._generate(reference, original)
             head = Scorer(original)
             for entry in others:
                 self._score(entry, reference, head)
@@ -112,6 +118,7 @@ class _Run:
         self.progress.stage(f"{SCORING}{entry.name}", self._expected(), "tokens")
         with self._opened(entry) as model:
             self._run_tasks(entry, model)
+            self._generate(entry, model)
             head = Scorer(model)
             with Prefetcher(self._batches(entry, head.device)) as batches:
                 first = self._add_up(entry, score_batches(head, batches, other), reference)
@@ -157,6 +164,24 @@ class _Run:
             size, limit = config.batch_size, config.task_limit
             entry.tasks = run_tasks(model, entry.tokenizer, config.tasks, batch_size=size, limit=limit)
 
+    def _write_targets(self, entry: EvalModel, source: PairSource) -> None:
+        """Let the first model write the targets of all pairs."""
+        assert entry.encoder is not None
+        self.progress.stage(f"writing targets with {entry.name}", None, "pairs")
+        with self._opened(entry) as model:
+            source.keep(with_targets(model, entry.encoder, source, beams=entry.encoder.options.beams))
+
+    def _generate(self, entry: EvalModel, model: PreTrainedModel) -> None:
+        """Keep what the model writes for each pair."""
+        encoder = entry.encoder
+        if encoder is None or not self.setup.metrics:
+            return
+        self.progress.stage(f"{GENERATING}{entry.name}", None, "pairs")
+        examples = (encoder.encode(pair) for pair in self.setup.text if isinstance(pair, Pair))
+        for ids in generate_ids(model, encoder, examples, beams=encoder.options.beams):
+            entry.texts.append(decode(encoder, ids))
+            self.progress.advance(len(entry.texts))
+
     @contextlib.contextmanager
     def _opened(self, entry: EvalModel) -> Iterator[PreTrainedModel]:
         """The model in eval mode; one from a folder is loaded, one in memory left as found."""
@@ -193,8 +218,16 @@ class _Run:
         setup = self.setup
         self.skipped = Skipped()
         settings = Settings(
-            setup.window, setup.stride, entry.bos, setup.config.max_tokens, entry.config, self.skipped
+            setup.window,
+            setup.stride,
+            entry.bos,
+            setup.config.max_tokens,
+            entry.config,
+            self.skipped,
+            entry.encoder,
         )
+        if entry.encoder is not None:
+            entry.encoder.reset()
         protocol = PROTOCOLS[setup.config.protocol]
         note_sources = not self.sources.files
         digest = hashlib.sha256()
@@ -203,7 +236,10 @@ class _Run:
             digest.update(struct.pack("<qq", len(item.ids), item.first))
             digest.update(item.ids.astype("<i4", copy=False).data)
             if item.encoder is not None:
-                digest.update(item.encoder.astype("<i4", copy=False).data)
+                read = (
+                    item.encoder if item.encoder.dtype.kind == "f" else item.encoder.astype("<i4", copy=False)
+                )
+                digest.update(np.ascontiguousarray(read).data)
             if note_sources:
                 self.sources.add(item.unit, item.source)
             yield item

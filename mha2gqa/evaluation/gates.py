@@ -159,7 +159,7 @@ def measure_gates(
         UsageError: As `check_limits`.
     """
     agreement = all(row.get("top1_agreement") is not None for row in models[1:])
-    generated = [set(row.get("generation") or {}) for row in models]
+    generated = [{k for k, v in (row.get("generation") or {}).items() if v is not None} for row in models]
     limits = check_limits(
         len(models),
         agreement,

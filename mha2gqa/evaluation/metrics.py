@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..data import Pair
 from ..errors import CheckpointError
 from ..kv_cache import kv_bytes_per_token
 from .batching import Batch
 from .bootstrap import Interval, PairedTest, bootstrap, paired_test
+from .generated import Texts, bleu_tokenizer, compare_texts, normaliser
 from .protocols import SPAN_CORRUPTION, Skipped, Window, describe_bos
 from .result import Agreement, EvaluateResult, ModelResult, PositionLoss, WorstDocument, exp
 from .scoring import TokenScores
@@ -162,7 +164,7 @@ def summarise(setup: ResolvedConfig, sources: Sources, documents: int, skipped: 
         data=_data(setup, base, documents, skipped),
         models=[_model(entry, base, setup, same, sources) for entry in entries],
         comparison="tokens" if same else "bits_per_byte",
-        warnings=[*setup.warnings, *setup.text.warnings, *_said(skipped)],
+        warnings=[*setup.warnings, *setup.text.warnings, *_said(skipped), *_encoded(entries)],
     )
     scored = {model.bytes for model in result.models}
     if not same and len(scored) > 1:
@@ -175,6 +177,7 @@ def summarise(setup: ResolvedConfig, sources: Sources, documents: int, skipped: 
             "bits/byte is the loss of the corrupted spans over the bytes of the whole text: it compares such models "
             "with each other only"
         )
+    add_generation(result, setup)
     for entry, model in zip(entries, result.models, strict=True):
         if not math.isfinite(model.bits_per_byte):
             result.warnings.append(f"{entry.name}: the loss is {model.bits_per_byte}")
@@ -229,6 +232,30 @@ def _said(skipped: Skipped) -> list[str]:
         return []
     rest = " after the last whole block" if skipped.rest else ""
     return [f"not scored: {', '.join(parts)}{rest}"]
+
+
+def _encoded(entries: list[EvalModel]) -> list[str]:
+    """What was done to pairs on their way to a model; the last one has read all of them."""
+    encoder = entries[-1].encoder
+    return [] if encoder is None else encoder.report()
+
+
+def add_generation(result: EvaluateResult, setup: ResolvedConfig) -> None:
+    """Add the metrics of generated text to a result; the first model's texts are what others are held against."""
+    base = setup.reference or setup.entries[0]
+    if not setup.metrics or base.encoder is None:
+        return
+    pairs = [pair for pair in setup.text if isinstance(pair, Pair)]
+    texts = Texts(
+        [pair.place for pair in pairs],
+        [pair.target or "" for pair in pairs],
+        setup.metrics,
+        normaliser(base.encoder),
+        bleu_tokenizer(base.encoder.options.target_language),
+    )
+    for entry, model in zip(setup.entries, result.models, strict=True):
+        original = None if entry is base else base.texts
+        model.generation = compare_texts(texts, entry.texts, original, base.name, setup.config.seed)
 
 
 def _model(

@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from ..data import Block, Document, bos_id, cut, eos_id, span_corruption
+from ..data import Block, Document, Pair, bos_id, cut, eos_id, span_corruption
 from ..data.encoding import Encoded, encode
 from ..errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from ..data.seq2seq import PairEncoder
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,8 @@ class Window:
         bytes: UTF-8 bytes of the text its scored tokens stand for.
         words: Words that begin in that text.
         documents: Documents read so far, this one included.
-        encoder: int32 `[m]`, what the encoder reads; `ids` are then the decoder's (start token first).
+        encoder: int32 `[m]` or float32 features, what the encoder reads; `ids` are then the decoder's (start
+            token first).
     """
 
     ids: np.ndarray
@@ -75,6 +78,7 @@ class Settings:
         max_tokens: Stop after this many scored tokens.
         config: The model's raw config (`span-corruption` reads how its decoder starts).
         skipped: Where the protocol counts what it does not score.
+        encoder: Of pairs (`pairs` only).
     """
 
     window: int
@@ -83,6 +87,7 @@ class Settings:
     max_tokens: int | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
     skipped: Skipped = field(default_factory=Skipped)
+    encoder: PairEncoder | None = None
 
 
 def _prefix(token: int | None) -> np.ndarray:
@@ -293,18 +298,42 @@ def span_corruption_blocks(
         yield replace(item, ids=ids, encoder=encoder[0].astype(np.int32))
 
 
-Protocol = Callable[["PreTrainedTokenizerBase", Iterable[Document], Settings], Iterator[Window]]
+def pairs(
+    tokenizer: PreTrainedTokenizerBase, documents: Iterable[Pair], settings: Settings
+) -> Iterator[Window]:
+    """For encoder-decoders: each pair alone, every target after the prompt (start, language, task) scored.
+
+    Bytes and words are those of the target's text. `max_tokens` ends it after a whole pair.
+    """
+    assert settings.encoder is not None
+    left = settings.max_tokens
+    for unit, pair in enumerate(documents):
+        example = settings.encoder.encode(pair)
+        text = example.target
+        size, words = len(text.encode("utf-8", "surrogatepass")), len(text.split())
+        yield Window(
+            example.decoder, example.prompt - 1, unit, pair.place, size, words, unit + 1, example.encoder
+        )
+        if left is not None:
+            left -= len(example.decoder) - example.prompt
+            if left <= 0:
+                return
+
+
+Protocol = Callable[["PreTrainedTokenizerBase", Iterable[Any], Settings], Iterator[Window]]
 
 # Those whose windows carry what an encoder reads are also named in `SEQ2SEQ`.
-SPAN_CORRUPTION: Final = "span-corruption"  # the protocol of encoder-decoders
+SPAN_CORRUPTION: Final = "span-corruption"  # of encoder-decoders pretrained by it, on text
+PAIRS: Final = "pairs"  # of encoder-decoders
 PROTOCOLS: dict[str, Protocol] = {
     "blocks": blocks,
     "window": window,
     "wikitext2": wikitext2,
     "rolling": rolling,
     SPAN_CORRUPTION: span_corruption_blocks,
+    PAIRS: pairs,
 }
-SEQ2SEQ = frozenset({SPAN_CORRUPTION})
+SEQ2SEQ = frozenset({SPAN_CORRUPTION, PAIRS})
 
 
 def choose_bos(tokenizer: PreTrainedTokenizerBase, protocol: str, policy: str) -> int | None:
@@ -320,7 +349,7 @@ def choose_bos(tokenizer: PreTrainedTokenizerBase, protocol: str, policy: str) -
     """
     if policy == "always" and tokenizer.bos_token_id is None:
         raise DataError("the tokenizer has no BOS token", where="--bos always", fix="use --bos auto")
-    if policy == "never":
+    if policy == "never" or protocol == PAIRS:
         return None
     if policy == "always" or protocol == "rolling":
         return tokenizer.bos_token_id

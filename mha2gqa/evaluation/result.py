@@ -61,12 +61,16 @@ class EvaluateConfig:
         worst: How many of the worst documents to list.
         tasks: lm-eval tasks to run as well: names, or YAML files of local tasks.
         task_limit: At most so many examples of each.
+        source_column, target_column, source_lang, target_lang, task, source_prefix, targets, beams: How pairs are
+            read for encoder-decoders, see `data.PairOptions`.
+        metrics: Of generated text: `wer`, `cer`, `bleu`, `chrf`, `exact_match`, or `auto`.
+        max_examples: Read at most so many pairs.
     """
 
     models: ModelRef | Sequence[ModelRef]
     data: Any
     text_column: str = "text"
-    protocol: Literal["blocks", "window", "wikitext2", "rolling", "span-corruption"] = "window"
+    protocol: Literal["blocks", "window", "wikitext2", "rolling", "span-corruption", "pairs"] = "window"
     window: int | None = None
     stride: int | None = None
     batch_size: int = 8
@@ -80,6 +84,16 @@ class EvaluateConfig:
     worst: int = 10
     tasks: Sequence[str] = ()
     task_limit: int | None = None
+    source_column: str | None = None
+    target_column: str | None = None
+    source_lang: str | None = None
+    target_lang: str | None = None
+    task: Literal["transcribe", "translate"] = "transcribe"
+    source_prefix: str = ""
+    targets: Literal["data", "generate"] = "data"
+    beams: int = 1
+    metrics: Sequence[str] = ()
+    max_examples: int | None = None
 
     @property
     def subjects(self) -> list[ModelRef]:
@@ -163,6 +177,38 @@ class Agreement:
     attention_error: dict[str, float] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class GeneratedText:
+    """What a model wrote for one example."""
+
+    place: str
+    reference: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Generation:
+    """Metrics of generated text, in percent (BLEU and chrF in points); None where not asked for.
+
+    Args:
+        examples: How many were generated.
+        wer, cer: Word and character error rate against the references, Whisper's normaliser applied to both.
+        bleu, chrf: Of sacrebleu, against the references.
+        exact_match: Of texts that are the first model's, word for word; None for that one.
+        paired: By metric, tests against the first model on the same examples, resampled.
+        shown: The first few texts.
+    """
+
+    examples: int
+    wer: float | None = None
+    cer: float | None = None
+    bleu: float | None = None
+    chrf: float | None = None
+    exact_match: float | None = None
+    paired: dict[str, PairedTest] = field(default_factory=dict)
+    shown: list[GeneratedText] = field(default_factory=list)
+
+
 @dataclass
 class ModelResult:
     """One model's figures. Loss is nats per token; None where models cannot be compared by it.
@@ -181,6 +227,7 @@ class ModelResult:
         positions: Loss by length of context.
         worst: Documents on which it lost most.
         tasks: lm-eval's metrics by task, if asked.
+        generation: Metrics of generated text, if asked.
         sha256: Of the token ids it saw.
         parameters: Number of parameters.
         seconds, tokens_per_second: Of scoring, loading excluded.
@@ -208,6 +255,7 @@ class ModelResult:
     positions: list[PositionLoss] = field(default_factory=list)
     worst: list[WorstDocument] = field(default_factory=list)
     tasks: dict[str, dict[str, float]] = field(default_factory=dict)
+    generation: Generation | None = None
 
 
 @dataclass

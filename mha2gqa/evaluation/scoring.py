@@ -50,8 +50,14 @@ class Scorer(ChunkedLogits):
         inputs = batch.inputs.to(self.device, non_blocking=True)
         if batch.encoder is None:
             return {"input_ids": inputs}
-        ids, mask = (x.to(self.device, non_blocking=True) for x in batch.encoder)
-        return {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": inputs}
+        read, mask = batch.encoder
+        features = read.is_floating_point()
+        name = self.model.main_input_name if features else "input_ids"
+        dtype = self.model.dtype if features else None
+        rows = {name: read.to(self.device, dtype, non_blocking=True), "decoder_input_ids": inputs}
+        if mask is not None:
+            rows["attention_mask"] = mask.to(self.device, non_blocking=True)
+        return rows
 
 
 # --- losses --------------------------------------------------------------------------------------------

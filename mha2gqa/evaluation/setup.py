@@ -23,18 +23,22 @@ from ..checkpoints.loading import (
     resolve_device,
     resolve_dtype,
 )
-from ..data import Document, TextSource, block_tokens
-from ..data.spans import ENCODER_TOKENS
+from ..data import Document, PairOptions, PairSource, TextSource, block_tokens
+from ..data.memory import Replayed
+from ..data.seq2seq import PairEncoder, is_audio, load_extractor, open_encoder
+from ..data.spans import ENCODER_TOKENS, sentinel_ids
 from ..errors import DataError, UsageError
+from .generated import choose_metrics
 from .lm_eval import TaskScores, check_tasks
 from .metrics import MetricSums
-from .protocols import PROTOCOLS, SEQ2SEQ, SPAN_CORRUPTION, choose_bos
+from .protocols import PAIRS, PROTOCOLS, SEQ2SEQ, SPAN_CORRUPTION, choose_bos
 from .result import EvaluateConfig, LoadedModel, ModelRef, model_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 DEFAULT_WINDOW = 2048
+CHECKED_PAIRS = 10_000  # looked at beforehand, at most
 PROBE_DOCUMENTS, PROBE_CHARACTERS = 20, 20_000  # text on which tokenizers are compared beforehand
 
 
@@ -50,6 +54,8 @@ class EvalModel:
     parameters: int = 0
     attention_error: dict[str, float] = field(default_factory=dict)
     tasks: TaskScores = field(default_factory=dict)
+    encoder: PairEncoder | None = None
+    texts: list[str] = field(default_factory=list)
 
     @cached_property
     def known(self) -> Any:
@@ -75,10 +81,11 @@ class ResolvedConfig:
         dtype, device: Resolved; the same for every model loaded here.
         same_tokenizer: False when only bits per byte can be compared.
         warnings: What the reader must know.
+        metrics: Of generated text.
     """
 
     config: EvaluateConfig
-    text: TextSource
+    text: TextSource | PairSource
     entries: list[EvalModel]
     reference: EvalModel | None
     window: int
@@ -87,9 +94,10 @@ class ResolvedConfig:
     device: torch.device
     same_tokenizer: bool
     warnings: list[str]
+    metrics: tuple[str, ...] = ()
 
-    def read(self) -> Iterator[Document]:
-        """The documents, from the start."""
+    def read(self) -> Iterator[Any]:
+        """The documents or pairs, from the start."""
         return iter(self.text)
 
 
@@ -108,14 +116,18 @@ def prepare(config: EvaluateConfig) -> ResolvedConfig:
     for name, value in (("batch-size", config.batch_size), ("max-tokens", config.max_tokens)):
         if value is not None and value < 1:
             raise UsageError("must be at least 1", where=f"--{name} {value}")
-    text = TextSource(config.data, config.text_column, rows=config.protocol == "wikitext2")
-    _check_readable_again(text, config)
+    if isinstance(config.data, Iterator):
+        config = replace(config, data=Replayed(config.data))
     check_tasks(config.tasks)
     warnings: list[str] = []
-    config = _for_kind(config, warnings)
+    text, config = _open_data(config, warnings)
+    _check_readable_again(text, config)
     entries = _entries(config)
     for entry in entries:
         _check_kind(entry, config.protocol)
+    if isinstance(text, PairSource) and entries[0].encoder is not None:
+        entries[0].encoder.check(itertools.islice(text, CHECKED_PAIRS))
+    metrics = _metrics(config, entries[0])
     reference = None if config.against is None else entries[0]
     window = _window(config, entries, warnings)
     stride = _stride(config, window, warnings)
@@ -125,10 +137,71 @@ def prepare(config: EvaluateConfig) -> ResolvedConfig:
     if not same:
         _check_fair(config, reference)
         warnings.append("the models' tokenizers differ: only bits per byte can be compared")
-    return ResolvedConfig(config, text, entries, reference, window, stride, dtype, device, same, warnings)
+    return ResolvedConfig(
+        config, text, entries, reference, window, stride, dtype, device, same, warnings, metrics
+    )
 
 
-def _check_readable_again(text: TextSource, config: EvaluateConfig) -> None:
+def pair_options(config: EvaluateConfig) -> PairOptions:
+    """How pairs are read."""
+    return PairOptions(
+        config.source_column,
+        config.target_column,
+        config.source_lang,
+        config.target_lang,
+        config.task,
+        config.source_prefix,
+        config.targets,
+        config.beams,
+    )
+
+
+def _open_data(config: EvaluateConfig, warnings: list[str]) -> tuple[TextSource | PairSource, EvaluateConfig]:
+    """The text or the pairs, and the protocol for what the models are.
+
+    Encoder-decoders are scored on pairs. One pretrained on corrupted spans is scored so where the data is text.
+    """
+    asked = config.protocol != EvaluateConfig.protocol
+    kinds = [_raw(subject) for subject in config.subjects]
+    if asked and config.protocol != PAIRS:
+        return TextSource(config.data, config.text_column, rows=config.protocol == "wikitext2"), config
+    if not all(map(is_encoder_decoder, kinds)):
+        if asked:
+            text = pair_options(config).open(config.data, is_audio(kinds[0]), config.max_examples)
+            return text, config  # refused below, with the name of the model
+        return TextSource(config.data, config.text_column), config
+    pairs = pair_options(config).open(config.data, is_audio(kinds[0]), config.max_examples)
+    if asked or pairs.audio or pairs.fits() or not _sentinels(config):
+        if not asked:
+            warnings.append(f"encoder-decoder: scored by {PAIRS}")
+        return pairs, replace(config, protocol=PAIRS)
+    warnings.append(f"encoder-decoder: scored by {SPAN_CORRUPTION}")
+    return TextSource(config.data, config.text_column), replace(config, protocol=SPAN_CORRUPTION)
+
+
+def _sentinels(config: EvaluateConfig) -> bool:
+    """Whether the first model's tokenizer has the sentinels of corrupted spans."""
+    return bool(sentinel_ids(_tokenizer(config.subjects[0], config, None)))
+
+
+def _metrics(config: EvaluateConfig, first: EvalModel) -> tuple[str, ...]:
+    """The metrics of generated text.
+
+    Raises:
+        UsageError: They are asked for, and there are no pairs.
+    """
+    if not config.metrics:
+        return ()
+    if config.protocol != PAIRS:
+        raise UsageError(
+            "texts are generated from pairs only",
+            where=f"--metrics {','.join(config.metrics)}",
+            fix="evaluate an encoder-decoder on source and target, or on audio and text",
+        )
+    return choose_metrics(config.metrics, is_audio(first.config))
+
+
+def _check_readable_again(text: TextSource | PairSource, config: EvaluateConfig) -> None:
     """Refuse a pipe where the text is read once for each model: the second would get what is left of it."""
     if len(config.subjects) > 1 and not text.can_be_reread:
         raise DataError(
@@ -143,42 +216,60 @@ def context_length(config: Mapping[str, Any]) -> int | None:
     return None if is_encoder_decoder(config) else longest_context(config)
 
 
-def _for_kind(config: EvaluateConfig, warnings: list[str]) -> EvaluateConfig:
-    """The options for what the models are: encoder-decoders are scored by span corruption by default."""
-    if config.protocol != EvaluateConfig.protocol or not all(map(_is_encoder_decoder, config.subjects)):
-        return config
-    warnings.append(f"encoder-decoder: scored by {SPAN_CORRUPTION}")
-    return replace(config, protocol=SPAN_CORRUPTION)
-
-
-def _is_encoder_decoder(subject: ModelRef) -> bool:
-    raw = subject.model.config.to_dict() if isinstance(subject, LoadedModel) else load_config_json(subject)
-    return is_encoder_decoder(raw)
+def _raw(subject: ModelRef) -> dict[str, Any]:
+    """The raw config of a model."""
+    return subject.model.config.to_dict() if isinstance(subject, LoadedModel) else load_config_json(subject)
 
 
 def _entries(config: EvaluateConfig) -> list[EvalModel]:
     """The models with their configs and tokenizers."""
     found: list[EvalModel] = []
     for subject in config.subjects:
-        if isinstance(subject, LoadedModel):
-            raw, tokenizer = subject.model.config.to_dict(), subject.tokenizer or _own_tokenizer(subject)
-        else:
-            raw, tokenizer = load_config_json(subject), load_tokenizer(subject, config.trust_remote_code)
-        tokenizer = tokenizer or (found[0].tokenizer if found else None)
-        if tokenizer is None:
-            raise UsageError(
-                "its tokenizer is not known",
-                where=model_name(subject),
-                fix="give LoadedModel(name, model, tokenizer), or a model with a folder first",
-            )
-        found.append(EvalModel(subject, raw, tokenizer, choose_bos(tokenizer, config.protocol, config.bos)))
+        tokenizer = _tokenizer(subject, config, found[0].tokenizer if found else None)
+        bos = choose_bos(tokenizer, config.protocol, config.bos)
+        entry = EvalModel(subject, _raw(subject), tokenizer, bos)
+        if config.protocol == PAIRS and is_encoder_decoder(entry.config):
+            entry.encoder = _pair_encoder(entry, config)
+        found.append(entry)
     return found
 
 
-def _own_tokenizer(subject: LoadedModel) -> PreTrainedTokenizerBase | None:
-    """The tokenizer of the folder that a model in memory was loaded from."""
+def _tokenizer(
+    subject: ModelRef, config: EvaluateConfig, other: PreTrainedTokenizerBase | None
+) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model, or another model's where it is not known.
+
+    Raises:
+        UsageError: There is none.
+    """
+    if not isinstance(subject, LoadedModel):
+        return load_tokenizer(subject, config.trust_remote_code)
+    given: Any = subject.tokenizer
     folder = subject.model.name_or_path
-    return load_tokenizer(folder) if folder and Path(folder).is_dir() else None
+    if given is not None:
+        return getattr(given, "tokenizer", given)  # a processor has one
+    if folder and Path(folder).is_dir():
+        return load_tokenizer(folder)
+    if other is None:
+        raise UsageError(
+            "its tokenizer is not known",
+            where=model_name(subject),
+            fix="give LoadedModel(name, model, tokenizer), or a model with a folder first",
+        )
+    return other
+
+
+def _pair_encoder(entry: EvalModel, config: EvaluateConfig) -> PairEncoder:
+    options, subject = pair_options(config), entry.subject
+    if not isinstance(subject, LoadedModel):
+        return open_encoder(subject, options, config.trust_remote_code, entry.tokenizer)
+    extractor = getattr(subject.tokenizer, "feature_extractor", None)
+    folder = subject.model.name_or_path
+    if extractor is None and is_audio(entry.config) and folder and Path(folder).is_dir():
+        extractor = load_extractor(folder)
+    generation = subject.model.generation_config
+    settings = {} if generation is None else generation.to_dict()
+    return PairEncoder(entry.tokenizer, entry.config, options, settings, extractor, entry.name)
 
 
 def _check_kind(entry: EvalModel, protocol: str) -> None:
@@ -234,16 +325,22 @@ def _stride(config: EvaluateConfig, window: int, warnings: list[str]) -> int:
     return config.stride
 
 
-def _same_tokenizer(a: EvalModel, b: EvalModel, text: TextSource) -> bool:
+def _same_tokenizer(a: EvalModel, b: EvalModel, text: TextSource | PairSource) -> bool:
     """Whether two tokenizers give the same ids, as far as their vocabularies and a probe tell."""
     first, second = ({i: t for t, i in e.tokenizer.get_vocab().items()} for e in (a, b))
     if any(second.get(i, token) != token for i, token in first.items()):
         return False
     if a.bos != b.bos or a.tokenizer.eos_token_id != b.tokenizer.eos_token_id:
         return False
-    texts = [d.text[:PROBE_CHARACTERS] for d in itertools.islice(text, PROBE_DOCUMENTS)]
+    texts = [_probe(d)[:PROBE_CHARACTERS] for d in itertools.islice(text, PROBE_DOCUMENTS)]
     ids = [e.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] for e in (a, b)]
     return ids[0] == ids[1]
+
+
+def _probe(item: Any) -> str:
+    if isinstance(item, Document):
+        return item.text
+    return f"{item.source if isinstance(item.source, str) else ''} {item.target or ''}"
 
 
 def _check_fair(config: EvaluateConfig, reference: EvalModel | None) -> None:

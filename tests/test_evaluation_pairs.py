@@ -1,0 +1,255 @@
+"""Encoder-decoders scored on pairs: the model's own loss of every target, and the texts it writes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import jiwer
+import numpy as np
+import pytest
+import sacrebleu
+import torch
+from seq2seq_models import audio_folder, saved, saved_whisper
+from transformers import AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
+
+from mha2gqa import convert
+from mha2gqa.data import Pair, PairOptions
+from mha2gqa.data.generation import decode, generate_ids
+from mha2gqa.data.seq2seq import open_encoder
+from mha2gqa.errors import DataError, UsageError
+from mha2gqa.evaluation import LoadedModel, evaluate, measure_gates
+from mha2gqa.evaluation.generated import Texts, bleu_tokenizer, compare_texts, normaliser
+
+RNG = np.random.default_rng(0)
+ROWS = [
+    {"source": " ".join(f"w{i}" for i in RNG.integers(0, 60, n)), "target": " ".join(f"w{i}" for i in RNG.integers(0, 60, m))}
+    for n, m in zip(RNG.integers(1, 9, 12), RNG.integers(1, 9, 12), strict=True)
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("pairs")
+    for kind in ("marian", "bart"):
+        saved(root / kind, kind)
+        convert(root / kind, root / f"{kind}-g2", 2, method="mean")
+    saved(root / "t5", "t5", [f"<extra_id_{i}>" for i in range(8)])
+    saved_whisper(root / "whisper")
+    convert(root / "whisper", root / "whisper-g2", 2, method="mean")
+    audio_folder(root / "audio", ["w1 w2 w3", "w4", "w5 w6", "w7 w8 w9 w9"])
+    (root / "pairs.jsonl").write_text("".join(json.dumps(r) + "\n" for r in ROWS))
+    return root
+
+
+def load(folder: Path) -> Any:
+    kind = AutoModelForSpeechSeq2Seq if "whisper" in folder.name else AutoModelForSeq2SeqLM
+    return kind.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@torch.no_grad()
+def by_hand(folder: Path, data: Any) -> tuple[float, int]:
+    """Mean loss over real targets, example by example, by the model's own `labels`."""
+    encoder, model = open_encoder(folder, PairOptions()), load(folder)
+    total, count = 0.0, 0
+    for pair in encoder.options.open(data, encoder.audio):
+        batch = encoder.collate([encoder.encode(pair)])
+        total += float(model(**batch.rows(), labels=batch.labels).loss) * batch.target_tokens
+        count += batch.target_tokens
+    return total / count, count
+
+
+@pytest.mark.parametrize("kind", ["marian", "bart", "t5", "whisper"])
+def test_the_score_is_the_models_own_loss(root: Path, kind: str) -> None:
+    data = root / ("audio" if kind == "whisper" else "pairs.jsonl")
+    loss, count = by_hand(root / kind, data)
+    for batch_size in (1, 4):
+        result = evaluate(root / kind, data, batch_size=batch_size, window=16, device="cpu")
+        assert result.protocol == "pairs" and "encoder-decoder: scored by pairs" in result.warnings
+        assert result.models[0].tokens == count
+        assert result.models[0].loss == pytest.approx(loss, rel=1e-5)
+    limited = evaluate(root / kind, data, max_examples=2, device="cpu", protocol="pairs")
+    assert limited.data["documents"] == 2
+    if kind != "whisper":
+        targets = [r["target"] for r in ROWS]
+        assert result.models[0].bytes == sum(map(len, targets))
+        assert result.models[0].words == sum(len(t.split()) for t in targets)
+
+
+@pytest.mark.parametrize("kind", ["marian", "bart", "whisper"])
+def test_original_and_converted_side_by_side(root: Path, kind: str) -> None:
+    data = root / ("audio" if kind == "whisper" else "pairs.jsonl")
+    models = [root / kind, root / f"{kind}-g2"]
+    result = evaluate(models, data, against=models[0], metrics=["auto"], device="cpu")
+    original, converted = result.models
+    assert original.sha256 == converted.sha256 and converted.kl is not None and converted.kl > 0
+    assert converted.top1_agreement is not None and converted.paired is not None
+    for i, model in enumerate(result.models):
+        assert model.loss == pytest.approx(by_hand(models[i], data)[0], rel=1e-4)
+    assert original.generation is not None and converted.generation is not None
+    assert original.generation.exact_match is None and converted.generation.exact_match is not None
+    encoder = open_encoder(models[1], PairOptions())
+    pairs = list(encoder.options.open(data, encoder.audio))
+    written = [
+        decode(encoder, ids) for ids in generate_ids(load(models[1]), encoder, map(encoder.encode, pairs))
+    ]
+    assert [row.text for row in converted.generation.shown] == written[:5]
+    references = [pair.target or "" for pair in pairs]
+    if kind == "whisper":
+        plain = normaliser(encoder)
+        right = 100 * jiwer.wer([plain(t).strip() for t in references], [plain(t).strip() for t in written])
+        assert converted.generation.wer == pytest.approx(right)
+        (gate,) = measure_gates(result.to_dict()["models"], max_wer_delta=0.0)
+        assert gate["value"] == pytest.approx(right - (original.generation.wer or 0), abs=1e-5)
+        assert converted.generation.paired["wer"].difference == pytest.approx(gate["value"], abs=1e-5)
+    else:
+        assert converted.generation.bleu == pytest.approx(sacrebleu.corpus_bleu(written, [references]).score)
+        assert converted.generation.chrf == pytest.approx(sacrebleu.corpus_chrf(written, [references]).score)
+        assert measure_gates(result.to_dict()["models"], max_bleu_drop=100.0)[0]["ok"]
+    same = evaluate([models[0], models[0]], data, metrics=["exact_match"], device="cpu").models[1].generation
+    assert same is not None and same.exact_match == 100 and same.wer is None
+
+
+def test_text_that_t5_was_pretrained_on_is_still_scored_by_spans(root: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "w1 w2 " * 60}) + "\n")
+    assert evaluate(root / "t5", tmp_path / "a.jsonl", window=20, device="cpu").protocol == "span-corruption"
+    with pytest.raises(UsageError, match="texts are generated from pairs only"):
+        evaluate(root / "t5", tmp_path / "a.jsonl", window=20, device="cpu", metrics=["bleu"])
+
+
+def test_the_original_writes_the_targets(root: Path, tmp_path: Path) -> None:
+    models = [root / "marian", root / "marian-g2"]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": r["source"]}) + "\n" for r in ROWS))
+    result = evaluate(models, tmp_path / "a.jsonl", targets="generate", device="cpu")
+    original, converted = result.models
+    assert result.protocol == "pairs" and original.loss is not None and converted.loss is not None
+    assert original.loss < converted.loss  # its own text is likelier to itself
+    beams = evaluate(models[0], tmp_path / "a.jsonl", targets="generate", beams=2, device="cpu")
+    assert beams.models[0].tokens
+
+
+def test_models_in_memory(root: Path) -> None:
+    right = evaluate(root / "whisper", root / "audio", device="cpu").models[0]
+    model = load(root / "whisper")
+    given = evaluate([model, LoadedModel("m", model)], root / "audio", device="cpu")
+    assert [m.loss for m in given.models] == [right.loss] * 2
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "options", "error", "message"),
+    [
+        ("marian", "text", {}, DataError, "an encoder-decoder needs the columns source and target"),
+        (
+            "whisper",
+            "text",
+            {},
+            DataError,
+            r"no column 'audio'; the columns are text; .*needs the columns audio and",
+        ),
+        (
+            "marian",
+            "pairs.jsonl",
+            {"protocol": "blocks"},
+            UsageError,
+            "protocol blocks does not fit an encoder-d",
+        ),
+        (
+            "marian",
+            "pairs.jsonl",
+            {"metrics": ["rouge"]},
+            UsageError,
+            "--metrics rouge: must be among auto, wer",
+        ),
+        ("marian", "pairs.jsonl", {"target_lang": "de"}, UsageError, "knows no languages"),
+        ("marian", "pairs.jsonl", {"beams": 0}, UsageError, "must be at least 1|must be >= 1"),
+        (
+            "marian",
+            "pairs.jsonl",
+            {"target_column": "x"},
+            DataError,
+            "no column 'x'; the columns are source, target",
+        ),
+        ("whisper", "audio", {"source_lang": "de"}, UsageError, "transcribes English only"),
+    ],
+)
+def test_bad_input_is_refused_before_any_model_is_loaded(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, data: str, options: dict[str, Any],
+    error: type[Exception], message: str,
+) -> None:  # fmt: skip
+    (tmp_path / "a.jsonl").write_text('{"text": "w1 w2"}\n')
+    monkeypatch.setattr("mha2gqa.evaluation.comparison.load_model", None)
+    with pytest.raises(error, match=message):
+        evaluate(
+            root / model, tmp_path / "a.jsonl" if data == "text" else root / data, device="cpu", **options
+        )
+
+
+@pytest.mark.parametrize(("library", "metric"), [("jiwer", "wer"), ("sacrebleu", "bleu")])
+def test_a_missing_library_is_named_first(
+    root: Path, monkeypatch: pytest.MonkeyPatch, library: str, metric: str
+) -> None:
+    monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(UsageError, match=rf"--metrics {metric}: {library} is not installed; run pip install"):
+        evaluate(root / "marian", root / "pairs.jsonl", metrics=[metric], device="cpu")
+
+
+# --- metrics -------------------------------------------------------------------------------------------
+
+RIGHT = ["the cat sat on the mat today", "it is a test of the tool", "one more line of words here"]
+FIRST = ["the cat sat on the mat today", "it is a test of a tool", "one more line of words"]
+SECOND = ["a cat sat on a mat", "it is the test", "one more line of words here"]
+
+
+def texts(*metrics: str) -> Texts:
+    return Texts(["a", "b", "c"], RIGHT, metrics, lambda text: text)
+
+
+def test_metrics_are_those_of_the_libraries() -> None:
+    found = compare_texts(texts("wer", "cer", "bleu", "chrf", "exact_match"), SECOND, FIRST, "first")
+    assert found.wer == pytest.approx(100 * jiwer.wer(RIGHT, SECOND))
+    assert found.cer == pytest.approx(100 * jiwer.cer(RIGHT, SECOND))
+    assert found.bleu == pytest.approx(sacrebleu.corpus_bleu(SECOND, [RIGHT]).score)
+    assert found.chrf == pytest.approx(sacrebleu.corpus_chrf(SECOND, [RIGHT]).score)
+    assert found.exact_match == 0
+    assert found.paired["wer"].difference == pytest.approx(
+        100 * (jiwer.wer(RIGHT, SECOND) - jiwer.wer(RIGHT, FIRST))
+    )
+    bleu = found.paired["bleu"]
+    right = sacrebleu.corpus_bleu(SECOND, [RIGHT]).score - sacrebleu.corpus_bleu(FIRST, [RIGHT]).score
+    assert bleu.difference == pytest.approx(right) and bleu.low <= bleu.difference <= bleu.high
+    assert compare_texts(texts("bleu"), SECOND, FIRST, "first").paired["bleu"] == bleu  # the seed decides
+
+
+def test_a_transcript_of_signs_only_counts_what_is_said() -> None:
+    given = Texts(["a", "b"], ["(laughs)", "yes no"], ("wer",), normaliser(FakeEncoder()))  # type: ignore[arg-type]
+    assert compare_texts(given, ["oh well", "yes no"], None, "").wer == pytest.approx(100 * 2 / 2)
+    assert compare_texts(given, ["", "Yes, no."], None, "").wer == 0
+
+
+class FakeEncoder:
+    options = PairOptions()
+    tokenizer = None
+
+
+def test_the_normaliser_is_whispers() -> None:
+    english = normaliser(FakeEncoder())  # type: ignore[arg-type]
+    assert english("Mr. Smith won't pay twenty dollars!") == "mister smith will not pay $20"
+    german = FakeEncoder()
+    german.options = PairOptions(source_language="de")
+    assert normaliser(german)("Äh, zwei!").strip() == "äh zwei"  # type: ignore[arg-type]
+    assert [bleu_tokenizer(x) for x in (None, "deu_Latn", "zh", "zho_Hans", "ja_XX")] == [
+        "13a",
+        "13a",
+        "zh",
+        "zh",
+        "char",
+    ]
+
+
+def test_pairs_given_by_hand(root: Path) -> None:
+    pairs = [Pair(r["source"], r["target"], "p") for r in ROWS]
+    right = evaluate(root / "marian", root / "pairs.jsonl", device="cpu").models[0]
+    assert evaluate(root / "marian", pairs, device="cpu").models[0].loss == right.loss
+    assert evaluate(root / "marian", iter(pairs), device="cpu").models[0].loss == right.loss

@@ -210,8 +210,9 @@ def test_errors_are_one_line(
     assert not list(tmp_path.iterdir())
 
 
-def test_sigterm_interrupts_any_command(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_interrupts_any_command(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     monkeypatch.delenv("RANK", raising=False)
@@ -221,7 +222,7 @@ def test_sigterm_interrupts_any_command(
     @commands.common
     def work() -> None:
         try:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), number)
             time.sleep(5)  # as long as the signal needs to arrive
         finally:
             cleared.append("what was half made")
@@ -230,7 +231,7 @@ def test_sigterm_interrupts_any_command(
         run_command(click.Group(commands={"work": work}), ["work"])
     assert (caught.value.code, cleared) == (130, ["what was half made"])
     assert capsys.readouterr().err.strip() == "mha2gqa: interrupted"
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert signal.getsignal(number) is signal.SIG_DFL
 
 
 def command_that_raises(error: BaseException) -> click.Group:

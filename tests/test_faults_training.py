@@ -15,7 +15,7 @@ from training import TINY, family, write_text
 from mha2gqa.checkpoints.reader import open_checkpoint
 from mha2gqa.errors import CheckpointError, DataError, TrainingError, UnsupportedModelError, UsageError
 from mha2gqa.uptraining import train_model, uptrain
-from mha2gqa.uptraining.model_prep import isolates_documents, require_isolation
+from mha2gqa.uptraining.model_prep import masks_documents, require_document_masking
 from mha2gqa.uptraining.publish import named_as_stored
 from mha2gqa.uptraining.run_dir import RunDirectory
 
@@ -41,14 +41,14 @@ def test_u02_packed_documents_are_kept_apart_only_where_that_is_proven():
         pad_token_id=None,
         word_embed_proj_dim=32,
     )
-    assert isolates_documents(pico_llama())
+    assert masks_documents(pico_llama())
     for model in (
         OPTForCausalLM(opt),
         BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=8)),
     ):
-        assert not isolates_documents(model)
+        assert not masks_documents(model)
         with pytest.raises(UnsupportedModelError, match="packed documents cannot be kept apart"):
-            require_isolation(model)
+            require_document_masking(model)
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -152,7 +152,8 @@ def test_a_teacher_that_is_too_narrow_is_refused(models, tmp_path):
         uptrain(models[1], tmp_path / "up", models[2], teacher=str(teacher), **RUN)
 
 
-def test_without_its_original_the_student_learns_from_text_and_says_so(models, tmp_path):
+def test_an_original_that_is_gone_is_asked_for(models, tmp_path):
+    """Never next-token loss in place of a distillation that was meant."""
     import shutil
 
     student = tmp_path / "gqa"
@@ -160,9 +161,24 @@ def test_without_its_original_the_student_learns_from_text_and_says_so(models, t
     manifest = json.loads((student / "mha2gqa.json").read_text())
     manifest |= {"source": "org/gone", "source_path": str(tmp_path / "gone")}
     (student / "mha2gqa.json").write_text(json.dumps(manifest))
+    with pytest.raises(
+        UsageError,
+        match=r"^teacher: the original .* org/gone, is not here; give --teacher PATH .* or --teacher none",
+    ):
+        uptrain(student, tmp_path / "up", models[2], **RUN)
+    assert not list(tmp_path.glob("up*"))
+    assert uptrain(student, tmp_path / "up", models[2], teacher="none", **RUN).teacher is None
+
+
+def test_a_model_that_names_no_original_learns_from_text_and_says_so(models, tmp_path):
+    import shutil
+
+    student = tmp_path / "gqa"
+    shutil.copytree(models[1], student)
+    (student / "mha2gqa.json").unlink()
     result = uptrain(student, tmp_path / "up", models[2], **RUN)
     assert result.teacher is None
-    assert any("original org/gone is not here" in notice for notice in result.notices)
+    assert any("no original is recorded" in warning for warning in result.notices)
 
 
 def test_d03_worse_is_called_worse(models, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import shutil
 from pathlib import Path
 
 import pytest
@@ -131,8 +132,6 @@ def test_a_second_run_needs_no_teacher(models, cached, tmp_path, monkeypatch):
 
 
 def test_a_longer_run_adds_what_is_missing(models, cached, tmp_path):
-    import shutil
-
     shutil.copytree(cached[1], tmp_path / "cache")
     options = {"teacher_top_k": 8, "teacher_cache": str(tmp_path / "cache")}
     longer = uptrain(*run(models, tmp_path), **options, **{**RUN, "tokens": 64 * 12})
@@ -148,7 +147,7 @@ def test_a_longer_run_adds_what_is_missing(models, cached, tmp_path):
         ({"teacher_top_k": 4}, r"teacher_cache .*train-0: was made otherwise \(top_k: 8 -> 4\)"),
         ({"temperature": 2.0}, r"was made otherwise \(temperature: 1.0 -> 2.0\)"),
         ({"seed": 1}, "was made of other data"),
-        ({"streaming": True}, "teacher_top_k: is not possible with a stream"),
+        ({"streaming": True}, "teacher_top_k: not possible with streaming"),
     ],
 )
 def test_a_cache_of_something_else_is_refused(models, cached, tmp_path, changes, message):
@@ -156,6 +155,17 @@ def test_a_cache_of_something_else_is_refused(models, cached, tmp_path, changes,
     with pytest.raises(UsageError, match=message):
         uptrain(*run(models, tmp_path), **options)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"rows": 3}', '{"rows": "x", "made_of": {}}'])
+def test_a_damaged_cache_is_named_with_what_to_do(models, cached, tmp_path, text):
+    shutil.copytree(cached[1], tmp_path / "cache")
+    path = tmp_path / "cache" / "train-0" / "manifest.json"
+    path.write_text(text)
+    with pytest.raises(CheckpointError) as caught:
+        uptrain(*run(models, tmp_path), teacher_top_k=8, teacher_cache=str(tmp_path / "cache"), **RUN)
+    assert str(caught.value).startswith(f"{path}: ")
+    assert f"delete {path.parent}: it is computed again" in str(caught.value)
 
 
 def test_a_cache_of_another_teacher_or_text_is_refused(models, cached, tmp_path):

@@ -140,7 +140,7 @@ def test_a_teacher_that_is_not_there_or_the_student_itself(models, error, tmp_pa
     assert "neither a local folder nor a Hub model" in line and str(tmp_path / "absent") in line
     assert "no config.json" in error("--tokens=256", f"--teacher={models[2]}", code=1)
     line = error("--tokens=256", f"--teacher={models[1]}", code=2)
-    assert "is the model that is trained, which would learn nothing from itself" in line
+    assert "is the model being trained, which would learn nothing from itself" in line
     assert not list(tmp_path.iterdir())
 
 
@@ -195,6 +195,16 @@ def test_data_that_is_not_there_or_too_short(error, tmp_path):
     assert "absent.jsonl" in error("--tokens=256", code=1, text=tmp_path / "absent.jsonl")
     (tmp_path / "short.txt").write_text("w1 w2 w3")
     assert "one block needs 17" in error("--tokens=256", code=1, text=tmp_path / "short.txt")
+
+
+@pytest.mark.parametrize("streaming", ["true", "false"])
+@pytest.mark.parametrize("text", ["w1 w2 w3", "", "\n\n"])
+def test_evaluation_text_that_is_empty_or_too_short(error, tmp_path, text, streaming):
+    path = tmp_path / "short.txt"
+    path.write_text(text)
+    line = error("--tokens=256", f"--eval-data={path}", "--set", f"streaming={streaming}", code=1)
+    assert line.startswith(("error: --eval-data: the text has 4 tokens", f"error: {path}: "))
+    assert [entry.name for entry in tmp_path.iterdir()] == ["short.txt"]
 
 
 def test_output_of_another_run(models, error, tmp_path):

@@ -22,7 +22,7 @@ from mha2gqa.errors import CheckpointError, UsageError
 from mha2gqa.uptraining import trainer as trainer_module
 from mha2gqa.uptraining import uptrain
 from mha2gqa.uptraining.guard import SpikeGuard
-from mha2gqa.uptraining.interruption import Interrupted
+from mha2gqa.uptraining.interruption import Interrupted, stop_signals
 from mha2gqa.uptraining.run_dir import RunDirectory
 
 STEPS = 10
@@ -182,14 +182,15 @@ def test_a_real_file_system_that_takes_no_more(models, straight, tmp_path, monke
     assert result.resumed_from == 3 and equal(out, straight[False][0])
 
 
-def test_told_to_stop(models, straight, tmp_path):
-    """SIGTERM: the step is finished, saved, and the error says how to go on (exit 130)."""
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_told_to_stop(models, straight, tmp_path, number):
+    """SIGTERM, or a terminal that closes: the step is finished, saved, and the error says how to go on (exit 130)."""
     student, text = models
     accept = SpikeGuard.accept
 
     def stopping(self, at, *args):
         if at == 4:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), number)
         return accept(self, at, *args)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -197,10 +198,20 @@ def test_told_to_stop(models, straight, tmp_path):
         with pytest.raises(Interrupted, match=r"stopped at step 5 of 10.*same command") as raised:
             uptrain(student, tmp_path / "up", text, **RUN)
     assert raised.value.exit_code == 130
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert signal.getsignal(number) == signal.SIG_DFL
     result = uptrain(student, tmp_path / "up", text, **RUN)
     assert result.resumed_from == 5
     assert losses(result) == straight[False][1] and equal(tmp_path / "up", straight[False][0])
+
+
+def test_a_hangup_that_nohup_ignores_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stop_signals() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert not stop and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_kill_minus_nine(models, straight, tmp_path):
@@ -254,6 +265,60 @@ def test_another_model_is_another_run(models, begun, tmp_path):
     _, other, _ = family(tmp_path / "other", groups=4)
     with pytest.raises(UsageError, match="model contents"):
         uptrain(other, begun, models[1], **RUN)
+
+
+DAMAGE = {"cut": lambda text: text[: len(text) // 2], "not JSON": lambda text: b"\0" * len(text)}
+DAMAGE |= {"a list": lambda text: b"[1]", "another object": lambda text: b'{"a": 1}'}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize(  # each file, and what to do
+    ("name", "fix"),
+    [
+        ("run.json", "delete {root} to start over"),
+        ("sources.json", "delete it"),
+        ("train-0.npy", "delete it: the text is cut again"),
+        (
+            "checkpoint-3/complete.json",
+            "delete {root}/checkpoint-3: the run goes on from the checkpoint before",
+        ),
+        ("checkpoint-3/mha2gqa_state.json", "delete {root}/checkpoint-3: the run goes on from"),
+        ("checkpoint-3/trainer_state.json", "delete {root}/checkpoint-3: the run goes on from"),
+    ],
+)
+def test_a_damaged_file_is_named_with_what_to_do(models, begun, name, fix, damage):
+    student, text = models
+    root = RunDirectory(begun).root
+    path = root / name
+    whole = path.read_bytes()
+    path.write_bytes(DAMAGE[damage](whole))
+    if path.parent != root and path.name != "complete.json":  # of the right size, as a bad disk has it
+        sizes = json.loads((path.parent / "complete.json").read_text())
+        (path.parent / "complete.json").write_text(json.dumps(sizes | {path.name: path.stat().st_size}))
+    if (name, damage) == ("run.json", "another object"):
+        with pytest.raises(UsageError, match="another recipe"):
+            uptrain(student, begun, text, **RUN)
+        return
+    if (name, damage) == ("checkpoint-3/complete.json", "another object"):  # it lists what is not there
+        assert uptrain(student, begun, text, **RUN).resumed_from is None
+        return
+    if (name, damage) == ("sources.json", "another object"):
+        assert "since this run began" in " ".join(uptrain(student, begun, text, **RUN).notices)
+        return
+    with pytest.raises(CheckpointError) as caught:
+        uptrain(student, begun, text, **RUN)
+    message = str(caught.value)
+    assert message.startswith(f"{path}: ") and fix.format(root=root) in message and "\n" not in message
+    assert not begun.exists() and (root / "checkpoint-3").exists()
+
+
+def test_after_a_damaged_checkpoint_is_deleted_the_run_goes_on(models, begun, straight):
+    student, text = models
+    shutil.rmtree(RunDirectory(begun).root / "checkpoint-3")
+    (RunDirectory(begun).root / "train-0.npy").unlink()
+    result = uptrain(student, begun, text, **RUN)
+    assert result.resumed_from is None
+    assert losses(result) == straight[False][1] and equal(begun, straight[False][0])
 
 
 def test_force_starts_over(models, begun, straight):
@@ -354,8 +419,12 @@ def test_another_teacher_on_resuming_is_a_changed_recipe(tmp_path):
     interrupted(student, tmp_path / "up", text, 5, ce_weight=0.5)
     kept = tmp_path / "kept"
     original.rename(kept)
-    with pytest.raises(UsageError, match=r"\(teacher: '[0-9a-f]{16}' -> None\)"):
+    with pytest.raises(UsageError, match=r"is not here; give --teacher PATH"):
         uptrain(student, tmp_path / "up", text, **options)
+    with pytest.raises(UsageError, match="requires a teacher"):
+        uptrain(student, tmp_path / "up", text, teacher="none", **options)
+    with pytest.raises(UsageError, match=r"teacher: '[0-9a-f]{16}' -> None"):
+        uptrain(student, tmp_path / "up", text, teacher="none", **{**options, "ce_weight": 1.0})
     shutil.copytree(kept, original)
     weights = load_file(original / "model.safetensors")
     weights["model.layers.1.self_attn.q_proj.weight"] *= 1.5
@@ -368,4 +437,4 @@ def test_another_teacher_on_resuming_is_a_changed_recipe(tmp_path):
     assert equal(tmp_path / "up", tmp_path / "straight")
     assert uptrain(student, tmp_path / "up", text, **options).finished_before  # without its teacher
     with pytest.raises(UsageError, match="is not empty"):
-        uptrain(student, tmp_path / "up", text, teacher="none", **options)
+        uptrain(student, tmp_path / "up", text, teacher="none", **{**options, "ce_weight": 1.0})

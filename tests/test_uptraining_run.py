@@ -101,6 +101,17 @@ def test_sources_are_mixed_by_weight(models, tmp_path):
         uptrain(student, tmp_path / "no", [text], **options)
 
 
+def test_one_document_is_streamed_again_and_again(models, tmp_path):
+    """A run longer than its only document reads it once more from the beginning."""
+    _, student, _ = models
+    text = tmp_path / "one.txt"
+    text.write_text(" ".join(f"w{i % 57}" for i in range(150)))
+    options = {"tokens": 64 * 10, "teacher": "none", **TINY, "holdout": 0.0, "save_steps": 2}
+    result = uptrain(student, tmp_path / "up", text, streaming=True, **options)
+    assert len(result.losses["train"]) == 10
+    assert "the data ended early: 4 whole passes" in " ".join(result.notices)  # of 151 tokens, 641 are read
+
+
 def test_isolated_documents_are_trained(models, tmp_path):
     _, student, text = models
     result = uptrain(student, tmp_path / "up", text, tokens=640, isolate_documents=True, **TINY)

@@ -77,8 +77,8 @@ def test_settings_of_accelerate_join_ours(models: tuple[Path, Path], tmp_path: P
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ({"temperature": 2.0}, "temperature 2: is of distillation, and there is no teacher; give teacher"),
-        ({"ce_weight": 0.5}, "ce_weight 0.5: is of distillation"),
+        ({"temperature": 2.0}, "temperature 2: requires a teacher; give teacher"),
+        ({"ce_weight": 0.5}, "ce_weight 0.5: requires a teacher"),
     ],
 )
 def test_words_of_distillation_without_a_teacher(
@@ -93,7 +93,7 @@ def test_words_of_distillation_without_a_teacher(
 def test_words_of_distillation_where_the_original_is_not_here(tmp_path: Path) -> None:
     original, student, text = family(tmp_path)
     original.rename(tmp_path / "elsewhere")
-    with pytest.raises(UsageError, match="teacher_top_k 8: is of distillation, and there is no teacher"):
+    with pytest.raises(UsageError, match="teacher_top_k 8: requires a teacher"):
         uptrain(student, tmp_path / "up", text, tokens=64, teacher_top_k=8, **TINY)
 
 
@@ -102,4 +102,4 @@ def test_a_teacher_without_a_share_is_told(models: tuple[Path, Path], tmp_path: 
     alone = uptrain(student, tmp_path / "a", text, tokens=64, teacher="none", ce_weight=1, **TINY)
     beside = uptrain(student, tmp_path / "b", text, tokens=64, ce_weight=1, **TINY)
     assert [e["loss"] for e in beside.losses["train"]] == [e["loss"] for e in alone.losses["train"]]
-    assert "ce_weight 1 leaves the teacher no share" in " ".join(beside.notices) and not alone.notices
+    assert "ce_weight 1 gives the teacher no weight" in " ".join(beside.notices) and not alone.notices

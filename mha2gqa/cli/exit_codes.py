@@ -51,19 +51,19 @@ def run_command(command: click.Group, argv: Sequence[str] | None = None) -> NoRe
 
 @contextmanager
 def _terminated_as_interrupted() -> Iterator[None]:
-    """SIGTERM ends a command as Ctrl-C does: what is half made is cleared away, and the exit code is 130.
+    """SIGTERM and SIGHUP end a command as Ctrl-C does: what is half made is cleared away, and the exit code is 130.
 
     Not where processes wait for each other in libraries that let no Python run: those must die of it.
     """
     mine = threading.current_thread() is threading.main_thread() and not distributed.is_launched()
-    if not mine or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        yield
-        return
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    numbers = [n for n in (signal.SIGTERM, signal.SIGHUP) if mine and signal.getsignal(n) is signal.SIG_DFL]
+    for number in numbers:
+        signal.signal(number, signal.default_int_handler)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _unexpected(state: dict[str, int], args: list[str], error: BaseException) -> None:

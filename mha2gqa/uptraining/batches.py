@@ -265,11 +265,12 @@ class BlockStream(IterableDataset):
     def _stream(self) -> Iterator[tuple[int, int, np.ndarray]]:
         turn, first = self.start.turn, self.start.document
         while True:
-            number = first
+            empty = first == 0
             for number, ids in enumerate(self.documents(first), first):
                 yield turn, number, ids
-            if number == first == 0:
-                raise DataError("the stream of documents is empty", where="data", fix="check the path")
+                empty = False
+            if empty:
+                raise DataError("the stream of documents is empty", where="--data", fix="check the path")
             turn, first = turn + 1, 0
             self.turns = turn
 

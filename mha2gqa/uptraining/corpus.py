@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,13 @@ from ..checkpoints.atomic import write_json
 from ..data import Document, cut_blocks, encode_documents, held_out, read_records, within
 from ..data.chat import encode_chats
 from ..distributed import is_rank_zero
-from ..errors import DataError, UsageError
+from ..errors import CheckpointError, DataError, UsageError, reason
 from .batches import BlockOrder, Blocks, BlockStream, Collate, Collator, Mixture, save_blocks, share_out
 from .budget import Budget, UptrainConfig
 from .run_dir import check_sources
 
+Warn = Callable[[str], None]
+CUT_AGAIN = "delete it: the text is cut again"
 SHUFFLED_BYTES = 4 << 30  # text held in memory to be shuffled; beyond it only the beginning is used
 
 
@@ -33,14 +36,17 @@ class Corpus:
         held_out: Held-out blocks `[M, T + 1]`, or None.
         unique_tokens: Tokens of the training blocks, None for a stream.
         collate: Makes batches.
-        notices: What the user should know.
     """
 
     train: BlockOrder | BlockStream
     held_out: Blocks | None
     unique_tokens: int | None
     collate: Collate
-    notices: list[str] = field(default_factory=list)
+
+    @property
+    def cached(self) -> bool:
+        """Whether what a teacher predicts comes with the batches."""
+        return isinstance(self.train, BlockOrder) and bool(self.train.caches)
 
 
 def content(document: Document) -> str:
@@ -133,14 +139,14 @@ class Cutter:
             ids = encode_documents(self.tokenizer, (_text(d) for d in documents))
         return within(ids, self.embeddings, self.config.model)
 
-    def shuffled(self, documents: Iterable[Document], notices: list[str]) -> Iterator[Document]:
+    def shuffled(self, documents: Iterable[Document], warn: Warn) -> Iterator[Document]:
         """The documents in an order given by the seed."""
         held, size = [], 0
         for document in documents:
             held.append(document)
             size += len(document.text) or len(content(document))
             if size >= SHUFFLED_BYTES:
-                notices.append(
+                warn(
                     f"only the first {size / 1e9:.1f} GB of text are used; streaming reads all of it in order"
                 )
                 break
@@ -154,7 +160,7 @@ class Cutter:
             ids = self.encode(documents)
             cut = cut_blocks(ids, self.budget.window, max_tokens=max_tokens)
             save_blocks(path, cut, 0 if self.chats else len(self.tokenizer))
-        found = np.load(path, mmap_mode="r")
+        found = _load_blocks(path, self.budget.window)
         if self.chats and not has_labels(found):
             raise DataError(
                 "no token of these chats was said by an assistant",
@@ -162,6 +168,33 @@ class Cutter:
                 fix="give chats with assistant turns, or set assistant_only_loss false",
             )
         return found
+
+
+def _load_blocks(path: Path, window: int) -> np.ndarray:
+    """Blocks `[N, T + 1]` that were cut before, mapped into memory.
+
+    Raises:
+        CheckpointError: The file is damaged.
+    """
+    try:
+        found = np.load(path, mmap_mode="r")
+    except (EOFError, OSError, ValueError) as error:
+        raise CheckpointError(f"damaged ({reason(error, 80)})", where=path, fix=CUT_AGAIN) from error
+    if found.ndim != 2 or found.shape[1] != window + 1 or found.dtype.kind not in "iu":
+        what = f"damaged (holds {found.dtype} {list(found.shape)}, not blocks of {window + 1} ids)"
+        raise CheckpointError(what, where=path, fix=CUT_AGAIN)
+    return found
+
+
+@contextmanager
+def _blaming_eval_data(eval_data: bool = True) -> Iterator[None]:
+    """Name `--eval-data` in errors of text that is too short or empty: readers know the text as `--data`."""
+    try:
+        yield
+    except DataError as error:
+        if not eval_data or error.where != "--data":
+            raise
+        raise DataError(error.what, where="--eval-data", fix=error.fix) from error
 
 
 def _text(document: Document) -> str:
@@ -178,6 +211,7 @@ def load_corpus(
     tokenizer: Any,
     folder: Path,
     collate: Collate,
+    warn: Warn,
     embeddings: int | None = None,
 ) -> Corpus:
     """Read and cut the data of a run; what is cut is kept in `folder` for a resumed run.
@@ -185,15 +219,18 @@ def load_corpus(
     Args:
         config, budget: The run.
         tokenizer: Of the model.
-        folder: The workspace.
+        folder: The run directory.
         collate: Makes batches.
+        warn: Tells the user something.
         embeddings: How many the model has, None if that is not known.
 
     Raises:
         DataError: There is no training text, less than one block of it, or another model's tokenizer.
         UsageError: The data is of a kind that the options do not fit, or a file of a stream has changed.
     """
-    texts, notices = Texts(config), check_sources(config, folder, is_rank_zero())
+    warnings = check_sources(config, folder, is_rank_zero())
+    with _blaming_eval_data(config.eval_data is not None):
+        texts = Texts(config)
     chats = texts.are_chats()
     if chats:
         if not isinstance(collate, Collator) or config.isolate_documents:
@@ -201,20 +238,24 @@ def load_corpus(
             raise UsageError("is not possible with chats", where=where, fix="leave it out, or train on text")
         collate = Collator(counts_labels=True)
     cutter = Cutter(config, budget, tokenizer, chats, folder, embeddings)
-    scored = _held_out_blocks(cutter, texts, notices)
+    scored = _held_out_blocks(cutter, texts, warnings.append)
     if config.streaming:
 
         def documents(first: int) -> Iterator[np.ndarray]:
             return cutter.encode(islice(texts.train(), first, None))
 
         stream = BlockStream(documents, budget.window, budget.blocks_per_step)
-        return Corpus(stream, scored, None, collate, notices)
-    order = _order(cutter, texts, collate, notices)
-    unique = sum(len(blocks) for blocks in order.sources) * budget.window
-    return Corpus(order, scored, unique, collate, notices)
+        corpus = Corpus(stream, scored, None, collate)
+    else:
+        order = _order(cutter, texts, collate, warnings.append)
+        unique = sum(len(blocks) for blocks in order.sources) * budget.window
+        corpus = Corpus(order, scored, unique, collate)
+    for warning in warnings:  # not before it is known that there is something to train on
+        warn(warning)
+    return corpus
 
 
-def _order(cutter: Cutter, texts: Texts, collate: Collate, notices: list[str]) -> BlockOrder:
+def _order(cutter: Cutter, texts: Texts, collate: Collate, warn: Warn) -> BlockOrder:
     """Training blocks in memory-mapped files, in the order of the run; says where data is repeated."""
     config, budget = cutter.config, cutter.budget
     count = budget.steps * budget.blocks_per_step
@@ -228,10 +269,10 @@ def _order(cutter: Cutter, texts: Texts, collate: Collate, notices: list[str]) -
                 where=f"data_weights of {paths[0]}",
                 fix="raise it, or leave that source out",
             )
-        documents = cutter.shuffled(texts.train(paths), notices)  # read only if they must be cut
+        documents = cutter.shuffled(texts.train(paths), warn)  # read only if they must be cut
         blocks = cutter.blocks(f"train-{number}", documents, quota * budget.window)
         if len(blocks) < quota:
-            notices.append(
+            warn(
                 f"{paths[0] if len(paths) == 1 else 'the data'} has {len(blocks) * budget.window:,} tokens in "
                 f"whole blocks: {quota / len(blocks):.2f} passes over it"
             )
@@ -241,17 +282,18 @@ def _order(cutter: Cutter, texts: Texts, collate: Collate, notices: list[str]) -
     return BlockOrder(found[0], count, config.seed, collate)
 
 
-def _held_out_blocks(cutter: Cutter, texts: Texts, notices: list[str]) -> np.ndarray | None:
+def _held_out_blocks(cutter: Cutter, texts: Texts, warn: Warn) -> np.ndarray | None:
     config, none = cutter.config, cutter.folder / "held_out.none"
     if none.exists():
         return None
     limit = max(config.eval_tokens, cutter.budget.window)
+    if config.eval_data is not None:
+        with _blaming_eval_data():
+            return cutter.blocks("held_out", texts.held_out(), limit)
     try:
         return cutter.blocks("held_out", texts.held_out(), limit)
     except DataError as error:
-        if config.eval_data is not None:
-            raise
         if config.holdout > 0:
-            notices.append(f"no held-out evaluation during training: {error.what}; give eval_data")
+            warn(f"no held-out evaluation during training: {error.what}; give eval_data")
         write_json(none, {"why": error.what})
         return None

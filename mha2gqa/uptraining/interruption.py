@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers import TrainerCallback
 
 from ..errors import TrainingError
 
-if TYPE_CHECKING:
-    from .trainer import UptrainTrainer
+SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 
 
 class Interrupted(TrainingError):
@@ -25,7 +24,7 @@ class Interrupted(TrainingError):
 
 @contextmanager
 def stop_signals() -> Iterator[list[int]]:
-    """Collect SIGTERM and the first SIGINT instead of dying of them.
+    """Collect SIGTERM, SIGHUP (a terminal that closes) and the first SIGINT instead of dying of them.
 
     Yields:
         A list that receives the signal numbers; a second SIGINT interrupts as usual.
@@ -34,7 +33,9 @@ def stop_signals() -> Iterator[list[int]]:
     if threading.current_thread() is not threading.main_thread():
         yield received
         return
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    if before[signal.SIGHUP] == signal.SIG_IGN:  # of nohup
+        del before[signal.SIGHUP]
 
     def note(number: int, frame: FrameType | None) -> None:
         received.append(number)
@@ -51,16 +52,18 @@ def stop_signals() -> Iterator[list[int]]:
 
 
 class StopAndSave(TrainerCallback):
-    """Saves and stops at the end of the step at which all processes know that one was told to stop."""
+    """Saves and stops at the end of the step at which all processes know that one was told to stop.
 
-    def __init__(self) -> None:
-        self.agreed = False
-        self.trainer: UptrainTrainer | None = None
+    Args:
+        begin: Called when the training begins or goes on.
+    """
+
+    def __init__(self, begin: Callable[[], None]) -> None:
+        self.agreed, self.begin = False, begin
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Go on with the log entry that an interruption cut."""
-        assert self.trainer is not None
-        self.trainer.continue_log()
+        self.begin()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Set save and stop."""

@@ -173,7 +173,7 @@ def unpacked() -> Iterator[None]:
 
 
 @torch.no_grad()
-def isolates_documents(model: Any) -> bool:
+def masks_documents(model: Any) -> bool:
     """Whether position ids that start over keep packed documents apart in this model.
 
     Two rows share their second document and differ in the first: its hidden states must not.
@@ -196,14 +196,14 @@ def isolates_documents(model: Any) -> bool:
     return bool((a - b).abs().max() <= 1e-4 * b.abs().max().clamp_min(1e-6))
 
 
-def require_isolation(model: Any) -> None:
+def require_document_masking(model: Any) -> None:
     """Refuse a model in which packed documents would attend to each other.
 
     Raises:
         UnsupportedModelError: Its attention does not heed restarted positions.
     """
     try:
-        apart = isolates_documents(model)
+        apart = masks_documents(model)
     except TypeError:  # its forward takes no position ids
         apart = False
     if not apart:

@@ -1,41 +1,180 @@
-"""What a block of text teaches: the next token, or for encoder-decoders the spans T5 takes out."""
+"""Everything an uptraining run depends on, looked at once, before a weight is loaded or a file is written."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
-from ..checkpoints.hf_config import is_encoder_decoder
+from ..checkpoints.fingerprints import checkpoint_fingerprint
+from ..checkpoints.hf_config import is_encoder_decoder, load_config_json, longest_context, text_config
+from ..checkpoints.json_files import read_json
+from ..checkpoints.reader import MANIFEST, Checkpoint, open_checkpoint
+from ..checkpoints.writer import check_output
 from ..data import block_tokens, eos_id, span_corruption
 from ..data.spans import ENCODER_TOKENS
 from ..errors import UsageError
 from .batches import Collator, SpanCollator
-from .budget import UptrainConfig
+from .budget import Budget, UptrainConfig, plan_budget
+from .qlora import require_bitsandbytes
+from .result import UptrainResult, recorded_result
+from .run_dir import recipe_keys
 
-LONGEST = 2048  # default window of decoders, where their positions allow
+logger = logging.getLogger(__name__)
+
+MAX_DEFAULT_WINDOW = 2048  # of decoders, where their positions allow
+DEFAULT_WIDTH = 512  # of a model whose config does not tell
 
 
-def choose_window(asked: int | None, raw: Mapping[str, Any], name: str) -> int:
+@dataclass(frozen=True)
+class TeacherSource:
+    """The model to distil from.
+
+    Args:
+        name: Folder or hub id.
+        fingerprint: Of its files, wherever they lie.
+    """
+
+    name: str
+    fingerprint: str
+
+
+@dataclass(frozen=True)
+class PreparedRun:
+    """A run that has been checked: what will be trained, for how long, and on what terms.
+
+    Args:
+        config: What was asked.
+        budget: How long it trains.
+        objective: `next-token` or `span-corruption`.
+        width: Hidden size of the model.
+        distils: Whether a teacher takes part.
+        source: The checkpoint, None for a model in memory.
+        manifest: Its `mha2gqa.json`, empty where it has none.
+        teacher: Where the teacher comes from, None without one and in memory.
+        keys: What identifies the run, see `recipe_keys`.
+        finished: The result, where OUT holds it already.
+        warnings: What the user should know; grows while the run goes on.
+    """
+
+    config: UptrainConfig
+    budget: Budget
+    objective: str
+    width: int
+    distils: bool
+    source: Checkpoint | None = None
+    manifest: Mapping[str, Any] = field(default_factory=dict)
+    teacher: TeacherSource | None = None
+    keys: Mapping[str, Any] = field(default_factory=dict)
+    finished: UptrainResult | None = None
+    warnings: list[str] = field(default_factory=list)
+
+    def warn(self, text: str) -> None:
+        """Tell the user something, now and in the result."""
+        logger.warning("%s", text)
+        self.warnings.append(text)
+
+    def collator(self, tokenizer: Any) -> Collator | SpanCollator:
+        """What makes batches of this run's blocks.
+
+        Raises:
+            DataError: The tokenizer lacks the sentinels of span corruption, or an end-of-text token.
+        """
+        if self.objective == "span-corruption":
+            assert self.source is not None
+            raw, config = self.source.config, self.config
+            return SpanCollator(span_corruption(tokenizer, raw, self.budget.window, config.seed))
+        return Collator(eos_id(tokenizer) if self.config.isolate_documents else None)
+
+
+def prepare(config: UptrainConfig) -> PreparedRun:
+    """Check a run on a checkpoint.
+
+    Args:
+        config: The run.
+
+    Returns:
+        The run; `finished` is set where there is nothing left to do, and nothing else was checked then.
+
+    Raises:
+        UsageError: Options that do not fit the model or each other, or an original that is gone.
+        CheckpointError: There is no such model, or OUT cannot be written.
+    """
+    raw = load_config_json(config.model)  # before a checkpoint of the Hub is fetched whole
+    objective = choose_objective(config, raw)
+    window = choose_window(config.window, raw, config.model)
+    source = open_checkpoint(config.model)
+    manifest = read_json(source.path / MANIFEST) if (source.path / MANIFEST).exists() else {}
+    budget = plan_budget(config, window=window, name=str(manifest.get("source", config.model)))
+    fingerprint = checkpoint_fingerprint(source.path)
+    teacher, missing = find_teacher(config, manifest, fingerprint)
+    keys = recipe_keys(config, fingerprint, None if teacher is None else teacher.fingerprint)
+    text = text_config(source.config)
+    width = int(text.get("hidden_size") or text.get("d_model") or DEFAULT_WIDTH)
+    run = PreparedRun(config, budget, objective, width, teacher is not None, source, manifest, teacher, keys)
+    if not config.force:
+        finished = recorded_result(Path(config.out), keys, any_teacher=missing is not None)
+        if finished is not None:
+            return replace(run, finished=finished)
+    if missing is not None:
+        raise missing
+    if teacher is None and config.teacher is None:
+        run.warn("next-token loss without distillation: no original is recorded in the model; see --teacher")
+    _check_distillation(run)
+    _check_adapters(config)
+    check_output(source.path, Path(config.out), config.force)
+    return run
+
+
+def prepare_in_memory(config: UptrainConfig, model: Any, window: int, distils: bool) -> PreparedRun:
+    """Check a run on a model in memory and blocks already cut.
+
+    Args:
+        config: The run; what is about files is not read.
+        model: The model.
+        window: Inputs per block.
+        distils: Whether a teacher takes part.
+
+    Raises:
+        UsageError: Options that do not fit each other, or need a checkpoint.
+    """
+    for name, value, wrong in (
+        ("train", config.train, config.train != "all"),
+        ("teacher_top_k", config.teacher_top_k, config.teacher_top_k is not None),
+    ):
+        if wrong:
+            raise UsageError("requires a checkpoint", where=f"{name} {value}", fix="use uptrain")
+    objective = "span-corruption" if getattr(model.config, "is_encoder_decoder", False) else "next-token"
+    width = int(getattr(model.config.get_text_config(), "hidden_size", DEFAULT_WIDTH))
+    run = PreparedRun(config, plan_budget(config, window=window), objective, width, distils)
+    _check_distillation(run)
+    return run
+
+
+def choose_window(requested: int | None, raw: Mapping[str, Any], name: str) -> int:
     """Tokens of text per block: by default the decoder's context up to 2,048, or T5's for encoder-decoders.
 
     Args:
-        asked: What the user names.
+        requested: What the user names.
         raw: The raw config.
         name: The model, for the message.
 
     Raises:
         UsageError: More than the model has positions.
     """
-    from ..evaluation.setup import context_length
-
-    limit = context_length(raw)
-    if asked is None:
-        return block_tokens(ENCODER_TOKENS) if is_encoder_decoder(raw) else min(LONGEST, limit or LONGEST)
-    if limit is not None and asked > limit:
+    seq2seq = is_encoder_decoder(raw)
+    limit = None if seq2seq else longest_context(raw)
+    if requested is None:
+        if seq2seq:
+            return block_tokens(ENCODER_TOKENS)
+        return min(MAX_DEFAULT_WINDOW, limit or MAX_DEFAULT_WINDOW)
+    if limit is not None and requested > limit:
         raise UsageError(
-            f"longer than the context of {name}", where=f"window {asked}", fix=f"use at most {limit}"
+            f"longer than the context of {name}", where=f"window {requested}", fix=f"use at most {limit}"
         )
-    return asked
+    return requested
 
 
 def choose_objective(config: UptrainConfig, raw: Mapping[str, Any]) -> str:
@@ -47,52 +186,100 @@ def choose_objective(config: UptrainConfig, raw: Mapping[str, Any]) -> str:
     own = "span-corruption" if is_encoder_decoder(raw) else "next-token"
     if config.objective not in ("auto", own):
         raise UsageError(
-            f"{raw.get('model_type')} models cannot be trained so",
+            f"not supported for {raw.get('model_type')}",
             where=f"objective {config.objective}",
             fix=f"use {own}",
         )
     if own == "span-corruption" and config.isolate_documents:
-        raise UsageError("is for decoders", where="isolate_documents", fix="leave it out")
+        raise UsageError("requires a decoder-only model", where="isolate_documents", fix="leave it out")
     return own
 
 
-def make_collator(
-    config: UptrainConfig, raw: Mapping[str, Any], tokenizer: Any, window: int
-) -> Collator | SpanCollator:
-    """The collator of a run.
-
-    Raises:
-        UsageError, DataError: The objective does not fit the model, or the tokenizer lacks sentinels.
-    """
-    if choose_objective(config, raw) == "span-corruption":
-        return SpanCollator(span_corruption(tokenizer, raw, window, config.seed))
-    return Collator(eos_id(tokenizer) if config.isolate_documents else None)
-
-
-def check_taught(config: UptrainConfig, taught: bool, notices: list[str]) -> None:
-    """Refuse words of distillation where nobody teaches; tell where a teacher would have no share.
+def find_teacher(
+    config: UptrainConfig, manifest: Mapping[str, Any], student: str
+) -> tuple[TeacherSource | None, UsageError | None]:
+    """Where the teacher of a run is.
 
     Args:
         config: The run.
-        taught: Whether there is a teacher.
-        notices: Extended by what comes up.
+        manifest: Of the model that is trained, which names its original.
+        student: Fingerprint of that model.
+
+    Returns:
+        The teacher, or None for plain next-token loss; and the error of an original that is not where it was
+        (to be raised unless the run turns out to be finished).
 
     Raises:
-        UsageError: Such a word is given.
+        UsageError: It is the model that is trained.
+        CheckpointError: There is no such model.
     """
-    if taught:
-        if config.ce_weight == 1:
-            notices.append("ce_weight 1 leaves the teacher no share: teacher none does the same for less")
-        return
-    words = (
+    if config.teacher == "none":
+        return None, None
+    if config.teacher is not None:
+        load_config_json(config.teacher)  # says what is wrong with the name before anything is fetched
+        teacher = _teacher_source(config.teacher)
+        if teacher.fingerprint == student:
+            raise UsageError(
+                "is the model being trained, which would learn nothing from itself",
+                where=f"teacher {config.teacher}",
+                fix="name the original, or use teacher none",
+            )
+        return teacher, None
+    recorded = [str(manifest[key]) for key in ("source_path", "source") if manifest.get(key)]
+    for place in recorded:
+        if Path(place).is_dir():
+            return _teacher_source(place), None
+    if not recorded:
+        return None, None
+    return None, UsageError(
+        f"the original that the model was converted from, {recorded[-1]}, is not here",
+        where="teacher",
+        fix="give --teacher PATH to distil from it, or --teacher none for next-token loss alone",
+    )
+
+
+def _teacher_source(name: str) -> TeacherSource:
+    return TeacherSource(name, checkpoint_fingerprint(open_checkpoint(name).path))
+
+
+def _check_distillation(run: PreparedRun) -> None:
+    """Refuse options of distillation without a teacher, and a teacher's cache where nothing is repeated.
+
+    Raises:
+        UsageError: Such an option is given.
+    """
+    config = run.config
+    if run.distils and config.ce_weight == 1:
+        run.warn("ce_weight 1 gives the teacher no weight: teacher none does the same for less")
+    unused = (
         ("temperature", config.temperature, config.temperature != 1),
         ("ce_weight", config.ce_weight, 0 < config.ce_weight < 1),
         ("teacher_top_k", config.teacher_top_k, config.teacher_top_k is not None),
     )
-    for name, value, given in words:
-        if given:
+    for name, value, given in unused:
+        if given and not run.distils:
             raise UsageError(
-                "is of distillation, and there is no teacher",
-                where=f"{name} {value:g}",
-                fix=f"give teacher, or leave {name} out",
+                "requires a teacher", where=f"{name} {value:g}", fix=f"give teacher, or leave {name} out"
             )
+    if config.teacher_top_k is None:
+        return
+    if config.streaming:
+        raise UsageError("not possible with streaming", where="teacher_top_k", fix="leave one of the two out")
+    if run.objective == "span-corruption":
+        raise UsageError(
+            "not possible with span corruption, which draws other spans in each pass",
+            where="teacher_top_k",
+            fix="leave it out",
+        )
+
+
+def _check_adapters(config: UptrainConfig) -> None:
+    if config.train not in ("lora", "qlora"):
+        return
+    for name in ("fsdp", "deepspeed"):
+        if config.training_args.get(name):
+            raise UsageError(
+                f"not possible with {name}", where=f"train {config.train}", fix="use torchrun alone"
+            )
+    if config.train == "qlora":
+        require_bitsandbytes()

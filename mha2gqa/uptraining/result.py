@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-import time
-from dataclasses import asdict, dataclass, field
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, ClassVar
 
+from ..checkpoints.json_files import read_json
+from ..checkpoints.reader import MANIFEST
 from ..results import Result
-from .budget import Budget, UptrainConfig
-from .train import TrainingRun
+from .run_dir import changed_keys
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -56,48 +61,22 @@ class UptrainResult(Result):
     finished_before: bool = False
 
 
-def summarise(
-    config: UptrainConfig, budget: Budget, trained: TrainingRun, teacher: str | None, begin: float
-) -> UptrainResult:
-    """The result of a finished run, from its log and its budget."""
-    trainer = trained.trainer
-    history = trainer.state.log_history
-    rates = sorted(trainer.meter.rates)
-    throughput: dict[str, float] = {}
-    if rates:
-        throughput["tokens_per_second"] = rates[len(rates) // 2]
-        if trainer.meter.peak is not None:
-            throughput["mfu"] = rates[len(rates) // 2] * trainer.meter.flops / trainer.meter.peak
-        throughput |= {"memory_gib": max(e.get("memory_gib", 0) for e in history if "loss" in e)}
-    asked = (trained.teacher_cache or {}).get("flops", 0.0)
-    flops = trainer.meter.flops * budget.tokens + asked
-    losses = {
-        "train": [e for e in history if "loss" in e],
-        "held_out": [e for e in history if "eval_loss" in e],
-        "held_out_start": trained.start,
-        "held_out_end": trained.end,
-    }
-    bill = asdict(budget) | {
-        "unique_tokens": trained.corpus.unique_tokens,
-        "model_flops": flops,
-        # What next-token training alone could have visited for the same FLOPs.
-        "tokens_at_equal_flops": round(flops / trainer.student_flops),
-    }
-    worse = None if trained.start is None or trained.end is None else trained.end > trained.start
-    return UptrainResult(
-        config.model,
-        config.out or None,
-        teacher,
-        config.train,
-        bill,
-        losses,
-        throughput,
-        trainer.guard.skipped,
-        trainer.guard.unlabelled,
-        trained.resumed_from,
-        time.perf_counter() - begin,
-        trained.notices,
-        worse,
-        trained.merge,
-        trained.teacher_cache,
-    )
+def recorded_result(out: Path, keys: Mapping[str, Any], *, any_teacher: bool = False) -> UptrainResult | None:
+    """The result that `out` holds, where it is that of this very run.
+
+    Args:
+        out: A folder that may be there.
+        keys: What identifies the run, see `recipe_keys`.
+        any_teacher: Whether its teacher does not count, being gone.
+    """
+    if not (out / MANIFEST).exists():
+        return None
+    section = dict(read_json(out / MANIFEST).get("uptrain") or {})
+    if not section:
+        return None
+    recipe = dict(section.get("recipe") or {})
+    if changed_keys(recipe, {**keys, "teacher": recipe.get("teacher")} if any_teacher else keys):
+        return None
+    logger.info("%s is already the result of this run", out)
+    names = {f.name for f in fields(UptrainResult)}
+    return UptrainResult(**{k: v for k, v in section.items() if k in names} | {"finished_before": True})

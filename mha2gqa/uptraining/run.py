@@ -5,40 +5,32 @@ from __future__ import annotations
 import logging
 import tempfile
 import time
-from contextlib import ExitStack, closing, nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..checkpoints.fingerprints import checkpoint_fingerprint
-from ..checkpoints.hf_config import is_encoder_decoder, load_config_json, stored_dtype, text_config
-from ..checkpoints.json_files import read_json
-from ..checkpoints.loading import (
-    load_model,
-    load_tokenizer,
-    resolve_device,
-)
-from ..checkpoints.reader import MANIFEST, Checkpoint, open_checkpoint
-from ..checkpoints.writer import check_output
+from ..checkpoints.hf_config import is_encoder_decoder, stored_dtype, text_config
+from ..checkpoints.loading import load_model, load_tokenizer, resolve_device
 from ..distributed import is_rank_zero
-from ..errors import UsageError
 from .adapters import add_adapter, merge_adapter, train_attention_only, train_text_only
 from .arguments import build_arguments, check_training_args
 from .batches import BlockOrder, Blocks, Collate, Collator
-from .budget import Budget, UptrainConfig, plan_budget
+from .budget import UptrainConfig
 from .corpus import Corpus, load_corpus
 from .distributed_training import lost_processes, whole_models
-from .model_prep import require_isolation
-from .prepare import check_taught, choose_objective, choose_window, make_collator
+from .model_prep import require_document_masking
+from .prepare import PreparedRun, prepare, prepare_in_memory
 from .publish import manifest_with, publish_trained
-from .qlora import add_quantised_adapter, merge_quantised, require_bitsandbytes
-from .result import UptrainResult, summarise
-from .run_dir import TEACHER, RunDirectory, changed_keys, recipe_keys
-from .teacher import Teacher, check_teacher, check_tokenizers, find_teacher, load_teacher
+from .qlora import add_quantised_adapter, merge_quantised
+from .result import UptrainResult
+from .run_dir import TEACHER, RunDirectory
+from .teacher import Teacher, check_teacher, check_tokenizers, load_teacher
 from .teacher_cache import cache_teacher
-from .train import TrainingRun, memory_advice, train
+from .train import TrainingRun, memory_advice, summarise, train
 
 logger = logging.getLogger(__name__)
 
@@ -115,17 +107,10 @@ def train_model(
     """
     begin = time.perf_counter()
     config = make_config("", "", (), options)
-    budget = plan_budget(config, window=int(blocks.shape[1]) - 1)
-    if config.train != "all":
-        raise UsageError("only `all` is possible for a model in memory", where=f"train {config.train}")
-    if config.teacher_top_k is not None:
-        raise UsageError("needs a teacher with files", where="teacher_top_k", fix="use uptrain")
-    notices: list[str] = []
-    check_taught(config, teacher is not None, notices)
+    run = prepare_in_memory(config, model, int(blocks.shape[1]) - 1, teacher is not None)
     resolve_device(config.device)
     with nullcontext(str(folder)) if folder else tempfile.TemporaryDirectory() as place:
-        hidden = int(getattr(model.config.get_text_config(), "hidden_size", 512))
-        args = build_arguments(config, budget, Path(place), hidden, held_out is not None)
+        args = build_arguments(config, run.budget, Path(place), run.width, held_out is not None)
         if folder is None:
             args.save_strategy = type(args.save_strategy)("no")
         helper = None
@@ -133,162 +118,134 @@ def train_model(
             check_teacher(model, teacher, None)
             helper = Teacher(teacher.to(args.device))
         collate = collate or Collator()
-        count = budget.steps * budget.blocks_per_step
+        count = run.budget.steps * run.budget.blocks_per_step
         order = BlockOrder(blocks, count, config.seed, collate)
-        corpus = Corpus(order, held_out, len(blocks) * budget.window, collate)
+        corpus = Corpus(order, held_out, len(blocks) * run.budget.window, collate)
         run_dir = RunDirectory.at(Path(place)) if folder else None
-        trained = train(model.float(), args, config, budget, corpus, helper, run_dir, notices)
-    return summarise(config, budget, trained, None if teacher is None else "in memory", begin)
+        trained = train(run, args, model.float(), corpus, helper, run_dir)
+    return summarise(run, trained, None if teacher is None else "in memory", begin)
 
 
 def run_uptrain(config: UptrainConfig) -> UptrainResult:
     """`uptrain` from a finished config."""
-    with lost_processes(), closing(RunDirectory(Path(config.out))) as run_dir:
-        return _run(config, run_dir)
-
-
-def _run(config: UptrainConfig, run_dir: RunDirectory) -> UptrainResult:
     begin = time.perf_counter()
-    out = Path(config.out)
-    raw = load_config_json(config.model)
-    source = open_checkpoint(config.model)
-    manifest = read_json(source.path / MANIFEST) if (source.path / MANIFEST).exists() else {}
-    choose_objective(config, raw)
-    window = choose_window(config.window, raw, config.model)
-    budget = plan_budget(config, window=window, name=str(manifest.get("source", config.model)))
-    check_training_args(config.training_args)
-    teacher_name, notices = find_teacher(config, manifest)
-    keys = recipe_keys(config, checkpoint_fingerprint(source.path), _stamp_of(teacher_name))
-    gone = teacher_name is None and config.teacher is None
-    if (done := _finished(out, keys, gone)) is not None and not config.force:
-        run_dir.remove()
-        return done
-    check_output(source.path, out, config.force)
-    begun = _open_workspace(run_dir, keys, config.force)
-    logger.info("%s", budget.sentence())
+    with lost_processes(), closing(RunDirectory(Path(config.out))) as run_dir:
+        run = prepare(config)
+        if run.finished is not None:
+            run_dir.remove()
+            return run.finished
+        args = build_arguments(config, run.budget, run_dir.root, run.width, evaluates=True)
+        with _opened(run_dir, run):
+            trained = _train_checkpoint(run, args, run_dir)
+        result = summarise(run, trained, None if run.teacher is None else run.teacher.name, begin)
+        if trained.state is not None:  # only rank 0 holds the consolidated weights
+            _publish(run, trained, result, run_dir)
+        trained.wait()
+        return result
+
+
+@contextmanager
+def _opened(run_dir: RunDirectory, run: PreparedRun) -> Iterator[None]:
+    """Create or check the folder on rank 0; a failure inside leaves none where nothing would be lost with it.
+
+    Raises:
+        UsageError: See `RunDirectory.open`.
+    """
+    begun = True
+    if is_rank_zero():
+        begun = run_dir.open(run.keys, restart=run.config.force)
+        if begun:
+            logger.info("continuing the run in %s", run_dir.root)
+        run_dir.discard_incomplete()
+    logger.info("%s", run.budget.sentence())
     with ExitStack() as after_failure:
         if not begun:
             after_failure.callback(run_dir.remove_if_empty)  # the corrected command starts afresh
-        trained = _train_checkpoint(config, budget, source, run_dir, teacher_name, notices)
+        yield
         after_failure.pop_all()
-    result = summarise(config, budget, trained, teacher_name, begin)
-    if trained.state is not None:  # only the first process holds the consolidated weights
-        section = result.to_dict() | {"recipe": keys}
-        with whole_models(trained.trainer.args):
-            publish_trained(
-                trained.model,
-                trained.state,
-                source,
-                out,
-                manifest_with(source, config.model, section),
-                force=config.force,
-                adapter=trained.adapter,
-            )
-        if not config.keep_checkpoints:
-            run_dir.keep_logs()
-            run_dir.remove()
-    trained.wait()
-    return result
 
 
-def _stamp_of(teacher: str | None) -> str | None:
-    return None if teacher is None else checkpoint_fingerprint(open_checkpoint(teacher).path)
-
-
-def _open_workspace(run_dir: RunDirectory, keys: dict[str, Any], force: bool) -> bool:
-    """Create or check the folder on the first process; whether the run was begun before (others: True)."""
-    if not is_rank_zero():
-        return True
-    begun = run_dir.open(keys, restart=force)
-    if begun:
-        logger.info("continuing the run in %s", run_dir.root)
-    run_dir.discard_incomplete()
-    return begun
-
-
-def _finished(out: Path, keys: dict[str, Any], gone: bool) -> UptrainResult | None:
-    """The recorded result if `out` already is this very run's, though its teacher may be gone."""
-    if not (out / MANIFEST).exists():
-        return None
-    section = dict(read_json(out / MANIFEST).get("uptrain") or {})
-    if not section:
-        return None
-    recipe = dict(section.get("recipe") or {})
-    if changed_keys(recipe, keys | ({"teacher": recipe.get("teacher")} if gone else {})):
-        return None
-    logger.info("%s is already the result of this run", out)
-    names = {f.name for f in fields(UptrainResult)}
-    result = UptrainResult(**{k: v for k, v in section.items() if k in names})
-    result.finished_before = True
-    return result
-
-
-def _train_checkpoint(
-    config: UptrainConfig,
-    budget: Budget,
-    source: Checkpoint,
-    run_dir: RunDirectory,
-    teacher_name: str | None,
-    notices: list[str],
-) -> TrainingRun:
-    check_taught(config, teacher_name is not None, notices)
-    text = text_config(source.config)
-    width = int(text.get("hidden_size") or text.get("d_model") or 512)
-    args = build_arguments(config, budget, run_dir.root, width, evaluates=True)
-    if config.train in ("lora", "qlora") and (args.fsdp or args.deepspeed):
-        raise UsageError(
-            "is not possible with fsdp or deepspeed", where=f"train {config.train}", fix="use torchrun alone"
-        )
-    if config.train == "qlora":
-        require_bitsandbytes()
+def _train_checkpoint(run: PreparedRun, args: Any, run_dir: RunDirectory) -> TrainingRun:
+    """Load, train, and put adapters into the weights."""
+    config, source = run.config, run.source
+    assert source is not None
     if args.deepspeed:
-        notices.append(
-            "deepspeed steps in its backward pass: divergence stops the run, but no spike is skipped"
-        )
-    consent = config.trust_remote_code
-    tokenizer = load_tokenizer(source.path, consent)
-    if teacher_name is not None:
-        check_tokenizers(tokenizer, load_tokenizer(teacher_name, consent), teacher_name)
-    collate = make_collator(config, source.config, tokenizer, budget.window)
+        run.warn("deepspeed steps in its backward pass: divergence stops the run, but no spike is skipped")
+    tokenizer = load_tokenizer(source.path, config.trust_remote_code)
+    if run.teacher is not None:
+        theirs = load_tokenizer(run.teacher.name, config.trust_remote_code)
+        check_tokenizers(tokenizer, theirs, run.teacher.name)
+    embeddings, collate = text_config(source.config).get("vocab_size"), run.collator(tokenizer)
     with args.main_process_first(desc="cutting the data into blocks"):
-        corpus = load_corpus(config, budget, tokenizer, run_dir.root, collate, text.get("vocab_size"))
+        corpus = load_corpus(config, run.budget, tokenizer, run_dir.root, collate, run.warn, embeddings)
     if corpus.held_out is None:
         args.eval_strategy = type(args.eval_strategy)("no")
+    student = _load_student(run, args)
+    teacher, cached = None, None
+    with memory_advice(args, run.budget):
+        if run.teacher is not None and config.teacher_top_k is not None:
+            folder = Path(config.teacher_cache) if config.teacher_cache else run_dir.root / TEACHER
+            cached = cache_teacher(run, args, student, len(tokenizer), corpus, folder)
+        elif run.teacher is not None:
+            teacher = load_teacher(run, args, student, len(tokenizer))
+    trained = train(run, args, student, corpus, teacher, run_dir)
+    trained.teacher_cache = cached
+    if config.train in ("lora", "qlora") and trained.state is not None:
+        _merge_adapter(run, trained, run_dir.root / "adapter")
+    return trained
+
+
+def _load_student(run: PreparedRun, args: Any) -> Any:
+    """The model in float32, with the parameters that train marked and its adapters in place."""
+    config, source = run.config, run.source
+    assert source is not None
+    raw, consent = source.config, config.trust_remote_code
     with whole_models(args):
         student = load_model(source.path, dtype=torch.float32, device="cpu", trust_remote_code=consent)
     if config.isolate_documents:
-        require_isolation(student)
-    if config.train == "all" and text is not source.config and not is_encoder_decoder(source.config):
-        kept = train_text_only(student)
-        notices.append(
-            f"{len(kept)} tensors outside the text model keep their values: text does not train them"
-        )
+        require_document_masking(student)
     if config.train == "attention":
-        moving = train_attention_only(student, source.config)
+        moving = train_attention_only(student, raw)
         logger.info("training %d attention tensors: %s, …", len(moving), ", ".join(moving[:4]))
     elif config.train == "lora":
-        student = add_adapter(student, source.config, config)
+        student = add_adapter(student, raw, config)
     elif config.train == "qlora":
         compute = torch.bfloat16 if args.bf16 else torch.float32
-        student = add_quantised_adapter(student, source.config, config, args.device, compute)
-    teacher, cached = None, None
-    if teacher_name is not None and config.teacher_top_k is not None:
-        folder = Path(config.teacher_cache) if config.teacher_cache else run_dir.root / TEACHER
-        with memory_advice(args, budget):
-            cached = cache_teacher(
-                config, budget, args, teacher_name, student, len(tokenizer), corpus, folder, notices
-            )
-    elif teacher_name is not None:
-        with memory_advice(args, budget):
-            teacher = load_teacher(config, budget, args, teacher_name, student, len(tokenizer), notices)
-    trained = train(student, args, config, budget, corpus, teacher, run_dir, notices)
-    trained.teacher_cache = cached
-    if config.train in ("lora", "qlora") and trained.state is not None:
-        trained.adapter = folder = run_dir.root / "adapter"
-        if config.train == "lora":
-            merged = merge_adapter(student, folder, config.model, stored_dtype(source.config))
-        else:
-            merged = merge_quantised(student, config, source.path, source.config, folder)
-        trained.model, trained.merge = merged
-        trained.state = trained.model.state_dict()
-    return trained
+        student = add_quantised_adapter(student, raw, config, args.device, compute)
+    elif text_config(raw) is not raw and not is_encoder_decoder(raw):
+        kept = train_text_only(student)
+        run.warn(f"{len(kept)} tensors outside the text model keep their values: text does not train them")
+    return student
+
+
+def _merge_adapter(run: PreparedRun, trained: TrainingRun, folder: Path) -> None:
+    """Put the trained adapter into the weights, and keep it beside them."""
+    config, source = run.config, run.source
+    assert source is not None
+    if config.train == "lora":
+        merged = merge_adapter(trained.model, folder, config.model, stored_dtype(source.config))
+    else:
+        merged = merge_quantised(trained.model, config, source.path, source.config, folder)
+    trained.adapter = folder
+    trained.model, trained.merge = merged
+    trained.state = trained.model.state_dict()
+
+
+def _publish(run: PreparedRun, trained: TrainingRun, result: UptrainResult, run_dir: RunDirectory) -> None:
+    """Write OUT, and remove the run directory."""
+    config, source = run.config, run.source
+    assert source is not None and trained.state is not None
+    manifest = manifest_with(source, config.model, result.to_dict() | {"recipe": dict(run.keys)})
+    with whole_models(trained.trainer.args):
+        publish_trained(
+            trained.model,
+            trained.state,
+            source,
+            Path(config.out),
+            manifest,
+            force=config.force,
+            adapter=trained.adapter,
+        )
+    if not config.keep_checkpoints:
+        run_dir.keep_logs()
+        run_dir.remove()

@@ -16,8 +16,9 @@ from safetensors import SafetensorError
 
 from ..checkpoints.atomic import FileLock, write_json
 from ..checkpoints.fingerprints import file_fingerprint
+from ..checkpoints.json_files import read_json
 from ..data.reading import local_files
-from ..errors import CheckpointError, UsageError, quoted
+from ..errors import CheckpointError, UsageError, quoted, reason
 from .budget import UptrainConfig
 
 logger = logging.getLogger(__name__)
@@ -121,7 +122,7 @@ class RunDirectory:
         """
         if self.recipe.exists():
             self.hold()
-            changed = changed_keys(json.loads(self.recipe.read_text(encoding="utf-8")), keys)
+            changed = changed_keys(read_json(self.recipe, fix=f"delete {self.root} to start over"), keys)
             if changed and not restart and not self.is_empty():
                 raise UsageError(
                     f"holds an unfinished run with another recipe ({'; '.join(changed)})",
@@ -213,15 +214,39 @@ def mark_complete(checkpoint: Path) -> None:
 
 
 def is_complete(checkpoint: Path) -> bool:
-    """Whether a checkpoint was sealed and every file still has its size."""
+    """Whether a checkpoint was marked complete and every file still has its size.
+
+    Raises:
+        CheckpointError: The mark is damaged.
+    """
     mark = checkpoint / COMPLETE
     if not mark.exists():
         return False
-    sizes: dict[str, int] = json.loads(mark.read_text(encoding="utf-8"))
-    return all(
-        (checkpoint / name).exists() and (checkpoint / name).stat().st_size == size
-        for name, size in sizes.items()
-    )
+    sizes = read_json(mark, fix=go_back(checkpoint))
+    if not sizes or not all(isinstance(size, int) for size in sizes.values()):
+        raise CheckpointError("damaged (no list of files)", where=mark, fix=go_back(checkpoint))
+    files = {checkpoint / name: size for name, size in sizes.items()}
+    return all(file.exists() and file.stat().st_size == size for file, size in files.items())
+
+
+def go_back(checkpoint: Path) -> str:
+    """What to do about a damaged checkpoint."""
+    return f"delete {checkpoint}: the run goes on from the checkpoint before it, or starts over without one"
+
+
+@contextmanager
+def undamaged(path: Path) -> Iterator[None]:
+    """Name a file of a checkpoint that does not hold what was written there.
+
+    Raises:
+        CheckpointError: It does not.
+    """
+    try:
+        yield
+    except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"damaged ({reason(error, 80)})", where=path, fix=go_back(path.parent)
+        ) from error
 
 
 @contextmanager
@@ -295,7 +320,9 @@ def check_sources(config: UptrainConfig, folder: Path, first: bool) -> list[str]
         if first:
             write_json(path, now)
         return []
-    before = json.loads(path.read_text(encoding="utf-8"))
+    before = read_json(
+        path, fix=f"delete it: {folder} then takes the text as it is now for what it began with"
+    )
     changed = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
     if not changed:
         return []

@@ -10,14 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checkpoints.fingerprints import checkpoint_fingerprint
-from ..checkpoints.hf_config import load_config_json
 from ..checkpoints.loading import load_model
-from ..checkpoints.reader import open_checkpoint
 from ..errors import UsageError
 from ..lm_head import ChunkedLogits, LMHead
-from .budget import Budget, UptrainConfig
 from .distributed_training import whole_models
+from .prepare import PreparedRun
 
 # Inputs of a batch that change what the model computes, beside input_ids.
 EXTRA_INPUTS = ("position_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask")
@@ -144,87 +141,24 @@ def check_teacher(student: Any, teacher: Any, tokens: int | None) -> Vocabularie
     return widths
 
 
-def find_teacher(config: UptrainConfig, manifest: dict[str, Any]) -> tuple[str | None, list[str]]:
-    """Whom to distil from, and what to tell the user about it.
-
-    Returns:
-        A folder or hub id, or None for plain next-token loss; notices.
-
-    Raises:
-        UsageError: It is the model that is trained.
-        CheckpointError: There is no such model.
-    """
-    if config.teacher == "none":
-        return None, []
-    if config.teacher is not None:
-        load_config_json(config.teacher)
-        if checkpoint_fingerprint(open_checkpoint(config.teacher).path) == checkpoint_fingerprint(
-            open_checkpoint(config.model).path
-        ):
-            raise UsageError(
-                "is the model that is trained, which would learn nothing from itself",
-                where=f"teacher {config.teacher}",
-                fix="name the original, or use teacher none",
-            )
-        return config.teacher, []
-    for key in ("source_path", "source"):
-        place = manifest.get(key)
-        if place and Path(place).is_dir():
-            return str(place), []
-    place = manifest.get("source")
-    why = f"its original {place} is not here" if place else "no original is recorded in it"
-    return None, [f"next-token loss without distillation: {why}; give teacher to distil"]
-
-
-def check_taught(config: UptrainConfig, taught: bool, notices: list[str]) -> None:
-    """Refuse words of distillation where nobody teaches; tell where a teacher would have no share.
-
-    Args:
-        config: The run.
-        taught: Whether there is a teacher.
-        notices: Extended by what comes up.
-
-    Raises:
-        UsageError: Such a word is given.
-    """
-    if taught:
-        if config.ce_weight == 1:
-            notices.append("ce_weight 1 leaves the teacher no share: teacher none does the same for less")
-        return
-    words = (
-        ("temperature", config.temperature, config.temperature != 1),
-        ("ce_weight", config.ce_weight, 0 < config.ce_weight < 1),
-        ("teacher_top_k", config.teacher_top_k, config.teacher_top_k is not None),
-    )
-    for name, value, given in words:
-        if given:
-            raise UsageError(
-                "is of distillation, and there is no teacher",
-                where=f"{name} {value:g}",
-                fix=f"give teacher, or leave {name} out",
-            )
-
-
-def load_teacher(
-    config: UptrainConfig, budget: Budget, args: Any, name: str, student: Any, tokens: int, notices: list[str]
-) -> Teacher:
+def load_teacher(run: PreparedRun, args: Any, student: Any, tokens: int) -> Teacher:
     """The original on its device, checked against the student.
 
     Args:
-        config, budget, args: The run.
-        name: Folder or hub id.
+        run: Whose `teacher` it is.
+        args: The run's TrainingArguments.
         student: The model that learns.
         tokens: Size of the shared tokenizer.
-        notices: Extended by what comes up.
 
     Raises:
         UsageError: See `check_teacher`.
-        TrainingError: It does not fit the device.
     """
+    assert run.teacher is not None
     dtype = torch.bfloat16 if args.bf16 else torch.float32
-    consent = config.trust_remote_code
+    consent = run.config.trust_remote_code
     with whole_models(args):
-        original = load_model(name, dtype=dtype, device=args.device, trust_remote_code=consent)
+        original = load_model(run.teacher.name, dtype=dtype, device=args.device, trust_remote_code=consent)
     widths = check_teacher(student, original, tokens)
-    notices += [] if widths.note is None else [widths.note]
+    if widths.note is not None:
+        run.warn(widths.note)
     return Teacher(original)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,16 +15,15 @@ import torch
 from torch import Tensor
 
 from ..checkpoints.atomic import FileLock, write_json
-from ..checkpoints.fingerprints import checkpoint_fingerprint
 from ..checkpoints.hf_config import load_config_json, text_config
-from ..checkpoints.reader import open_checkpoint
+from ..checkpoints.json_files import read_json
 from ..checkpoints.writer import check_space
 from ..errors import CheckpointError, UsageError
 from ..lm_head import chunk_slices
-from .batches import Batch, Blocks, BlockStream, SpanCollator
-from .budget import Budget, UptrainConfig
+from .batches import Batch, BlockOrder, Blocks
 from .corpus import Corpus
 from .loss import teacher_chunks
+from .prepare import PreparedRun
 from .run_dir import LOCK, changed_keys
 from .teacher import Teacher, load_teacher, output_width
 from .throughput import forward_flops
@@ -87,7 +85,12 @@ class TeacherCache:
     def _saved_rows(self) -> int:
         if not (self.folder / MANIFEST).exists():
             return 0
-        found = json.loads((self.folder / MANIFEST).read_text(encoding="utf-8"))
+        path, fix = self.folder / MANIFEST, f"delete {self.folder}: it is computed again"
+        found = read_json(path, fix=fix)
+        if not isinstance(found.get("made_of"), dict) or not isinstance(found.get("rows"), int):
+            raise CheckpointError(
+                "damaged (says neither rows nor what they were made of)", where=path, fix=fix
+            )
         if changed := changed_keys(found["made_of"], vars(self.identity)):
             raise UsageError(
                 f"was made otherwise ({'; '.join(changed)})",
@@ -228,60 +231,40 @@ class TeacherCache:
 
 
 def cache_teacher(
-    config: UptrainConfig,
-    budget: Budget,
-    args: Any,
-    name: str,
-    student: Any,
-    tokens: int,
-    corpus: Corpus,
-    folder: Path,
-    notices: list[str],
+    run: PreparedRun, args: Any, student: Any, tokens: int, corpus: Corpus, folder: Path
 ) -> dict[str, Any]:
-    """Have the teacher's top k on disk for every training block; the first process computes what is missing.
+    """Have the teacher's top k on disk for every training block; rank 0 computes what is missing.
 
     Args:
-        config, budget, args, name, student, tokens, notices: As in `load_teacher`.
+        run: Whose `teacher` it is.
+        args: The run's TrainingArguments.
+        student: The model that learns.
+        tokens: Size of the shared tokenizer.
         corpus: Its training blocks get the caches.
-        folder: Where the caches lie, one for each source of data.
+        folder: Where the caches are, one for each source of data.
 
     Returns:
         `folder`, `top_k`, `rows`, `computed` rows, `bytes`, and the `flops` of computing them.
 
     Raises:
-        UsageError: The data is a stream or drawn anew each time, or a cache is of something else.
+        UsageError: A cache is of something else.
         CheckpointError: No space.
     """
-    if isinstance(corpus.train, BlockStream) or isinstance(corpus.collate, SpanCollator):
-        streams = isinstance(corpus.train, BlockStream)
-        raise UsageError(
-            f"is not possible with {'a stream' if streams else 'span corruption, which draws anew each time'}",
-            where="teacher_top_k",
-            fix="leave it or streaming out" if streams else "leave it out",
-        )
-    vocabulary = int(text_config(load_config_json(name)).get("vocab_size") or tokens)
-    width = min(output_width(student), vocabulary)
-    identity = Identity(
-        checkpoint_fingerprint(open_checkpoint(name).path),
-        min(config.teacher_top_k or width, width),
-        config.temperature,
-        width,
-        budget.window,
-        config.isolate_documents,
-        "bfloat16" if args.bf16 else "float32",
-    )
+    identity = _identity(run, args, output_width(student), tokens)
+    window = run.budget.window
+    assert isinstance(corpus.train, BlockOrder)
     caches, computed, flops = [], 0, 0.0
-    with args.main_process_first(local=False, desc="asking the teacher"):
+    with args.main_process_first(local=False, desc="running the teacher"):
         teacher = None
         for number, blocks in enumerate(corpus.train.sources):
             cache = TeacherCache(folder / f"train-{number}", identity)
             if cache.missing(blocks):
-                teacher = teacher or load_teacher(config, budget, args, name, student, tokens, notices)
+                teacher = teacher or load_teacher(run, args, student, tokens)
                 rows = cache.fill(
                     blocks, teacher, corpus.collate, args.per_device_eval_batch_size, args.device
                 )
                 computed += rows
-                flops += rows * budget.window * forward_flops(teacher.model, budget.window)
+                flops += rows * window * forward_flops(teacher.model, window)
             caches.append(cache)
     del teacher
     corpus.train.caches = list(caches)
@@ -293,3 +276,20 @@ def cache_teacher(
         "bytes": sum(cache.rows * cache.row_bytes for cache in caches),
         "flops": flops,
     }
+
+
+def _identity(run: PreparedRun, args: Any, student_width: int, tokens: int) -> Identity:
+    """What the caches of a run are made of."""
+    assert run.teacher is not None
+    config = run.config
+    vocabulary = int(text_config(load_config_json(run.teacher.name)).get("vocab_size") or tokens)
+    width = min(student_width, vocabulary)
+    return Identity(
+        run.teacher.fingerprint,
+        min(config.teacher_top_k or width, width),
+        config.temperature,
+        width,
+        run.budget.window,
+        config.isolate_documents,
+        "bfloat16" if args.bf16 else "float32",
+    )

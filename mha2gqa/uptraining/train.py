@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,12 @@ from .model_prep import (
     unpacked,
     worth_compiling,
 )
+from .prepare import PreparedRun
+from .result import UptrainResult
 from .run_dir import RunDirectory
 from .teacher import Teacher
 from .throughput import training_flops
-from .trainer import Run, UptrainTrainer
+from .trainer import UptrainTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +48,6 @@ class TrainingRun:
     trainer: UptrainTrainer
     state: dict[str, torch.Tensor] | None
     corpus: Corpus
-    notices: list[str]
     resumed_from: int | None
     start: float | None
     end: float | None
@@ -59,33 +61,30 @@ class TrainingRun:
 
 
 def train(
-    student: Any,
+    run: PreparedRun,
     args: Any,
-    config: UptrainConfig,
-    budget: Budget,
+    student: Any,
     corpus: Corpus,
     teacher: Teacher | None,
     run_dir: RunDirectory | None,
-    notices: list[str],
 ) -> TrainingRun:
     """The training itself, common to checkpoints and models in memory.
 
     Args:
-        student: The model, float32; trained in place.
+        run: The run.
         args: From `build_arguments`.
-        config, budget, corpus, teacher: The run.
-        workspace: Where checkpoints go and resuming starts, None for neither.
-        notices: Extended by what comes up.
+        student: The model, float32; trained in place.
+        corpus: What it trains on.
+        teacher: The original, None without one and where its predictions come with the batches.
+        run_dir: Where checkpoints go and resuming starts, None for neither.
     """
+    config, budget = run.config, run.budget
     before = set_dropout(student, config.dropout)
     if before != config.dropout:
-        notices.append(f"dropout {before:g} of the config is {config.dropout:g} in this run")
-    notices += corpus.notices
-    for notice in notices:
-        logger.warning("%s", notice)
+        run.warn(f"dropout {before:g} of the config is {config.dropout:g} in this run")
     frozen = frozen_weights(student) if args.deepspeed else {}
     compiled = _should_compile(student, args, config, budget, teacher)
-    distils = teacher is not None or bool(getattr(corpus.train, "caches", ()))
+    distils = teacher is not None or corpus.cached
     liger = args.device.type == "cuda" and bool(args.use_liger_kernel)
     spec = Objective(distils, config.temperature, config.ce_weight if distils else 1.0, compiled, liger)
     one_document = nullcontext() if config.isolate_documents else unpacked()
@@ -97,10 +96,8 @@ def train(
                 compile_layers(student)
                 if teacher is not None:
                     compile_layers(teacher.model)
-            masked = corpus.collate.counts_labels
-            run = Run(config, budget, corpus.train, corpus.held_out, teacher, masked, stop, corpus.collate)
             with memory_advice(args, budget):
-                trainer = UptrainTrainer(student, args, run)
+                trainer = UptrainTrainer(student, args, run, corpus, teacher, stop)
                 checkpoint = None if run_dir is None else run_dir.last()
                 if checkpoint is not None:
                     trainer.restore(checkpoint)
@@ -123,9 +120,9 @@ def train(
             where="data",
             fix="give chats with assistant turns, or set assistant_only_loss false",
         )
-    notices += _passes(corpus, budget)
+    _warn_of_passes(run, corpus)
     resumed = None if checkpoint is None else int(checkpoint.name.rpartition("-")[2])
-    return TrainingRun(student, trainer, state, corpus, notices, resumed, start, end)
+    return TrainingRun(student, trainer, state, corpus, resumed, start, end)
 
 
 @contextmanager
@@ -157,20 +154,18 @@ def _should_compile(
     return worth_compiling(flops, args.device, world_size())
 
 
-def _passes(corpus: Corpus, budget: Budget) -> list[str]:
-    """What to tell about a stream that was shorter than the run; only the process that reads it knows."""
+def _warn_of_passes(run: PreparedRun, corpus: Corpus) -> None:
+    """Tell of a stream that was shorter than the run; only the process that reads it knows."""
     if not isinstance(corpus.train, BlockStream):
-        return []
-    end = corpus.train.positions.get(budget.steps * budget.blocks_per_step)
-    if end is None or end.turn == 0:
-        return []
-    logger.warning("the data ended early: %d whole passes over it", end.turn)
-    return [f"the data ended early: {end.turn} whole passes over it, then again from its beginning"]
+        return
+    end = corpus.train.positions.get(run.budget.steps * run.budget.blocks_per_step)
+    if end is not None and end.turn > 0:
+        run.warn(f"the data ended early: {end.turn} whole passes over it, then again from its beginning")
 
 
 def _fit(trainer: UptrainTrainer, checkpoint: Path | None) -> tuple[float | None, float | None]:
     """Train; held-out loss before and after."""
-    scored = trainer.run.held_out is not None
+    scored = trainer.corpus.held_out is not None
     trainer.args.eval_on_start = scored and checkpoint is None
     trainer.meter.reset(trainer.meter.tokens)
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
@@ -193,3 +188,56 @@ def _consolidated(trainer: UptrainTrainer, frozen: dict[str, torch.Tensor]) -> d
     else:
         state = trainer.accelerator.unwrap_model(trainer.model).state_dict()
     return state if trainer.is_world_process_zero() else None
+
+
+def summarise(run: PreparedRun, trained: TrainingRun, teacher: str | None, begin: float) -> UptrainResult:
+    """The result of a finished run, from its log and its budget.
+
+    Args:
+        run: The run.
+        trained: How it went.
+        teacher: What to call the teacher.
+        begin: When it began, by `time.perf_counter`.
+    """
+    config, budget = run.config, run.budget
+    trainer = trained.trainer
+    history = trainer.state.log_history
+    rates = sorted(trainer.meter.rates)
+    throughput: dict[str, float] = {}
+    if rates:
+        throughput["tokens_per_second"] = rates[len(rates) // 2]
+        if trainer.meter.peak is not None:
+            throughput["mfu"] = rates[len(rates) // 2] * trainer.meter.flops / trainer.meter.peak
+        throughput |= {"memory_gib": max(e.get("memory_gib", 0) for e in history if "loss" in e)}
+    asked = (trained.teacher_cache or {}).get("flops", 0.0)
+    flops = trainer.meter.flops * budget.tokens + asked
+    losses = {
+        "train": [e for e in history if "loss" in e],
+        "held_out": [e for e in history if "eval_loss" in e],
+        "held_out_start": trained.start,
+        "held_out_end": trained.end,
+    }
+    bill = asdict(budget) | {
+        "unique_tokens": trained.corpus.unique_tokens,
+        "model_flops": flops,
+        # What next-token training alone could have visited for the same FLOPs.
+        "tokens_at_equal_flops": round(flops / trainer.student_flops),
+    }
+    worse = None if trained.start is None or trained.end is None else trained.end > trained.start
+    return UptrainResult(
+        config.model,
+        config.out or None,
+        teacher,
+        config.train,
+        bill,
+        losses,
+        throughput,
+        trainer.guard.skipped,
+        trainer.guard.unlabelled,
+        trained.resumed_from,
+        time.perf_counter() - begin,
+        run.warnings,
+        worse,
+        trained.merge,
+        trained.teacher_cache,
+    )

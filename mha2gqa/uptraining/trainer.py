@@ -2,59 +2,37 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, SequentialSampler
-from transformers import PrinterCallback, ProgressCallback, Trainer, TrainingArguments
+from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerState, TrainingArguments
 
 from ..checkpoints.atomic import write_json
+from ..checkpoints.json_files import read_json
 from ..checkpoints.loading import quiet
 from ..errors import UsageError
-from .batches import BlockOrder, Blocks, BlockStream, Collate, Position, as_is
-from .budget import Budget, UptrainConfig, learning_rate_factor, warmup_count
+from .batches import BlockStream, Position, as_is
+from .budget import learning_rate_factor, warmup_count
+from .corpus import Corpus
 from .distributed_training import check_zero_shards, is_fsdp2, is_zero3, reduce_in_float32, shard_teacher
 from .guard import Reading, SpikeGuard
 from .interruption import StopAndSave
 from .loss import IGNORE_INDEX, TopKLogProbs
-from .run_dir import RunDirectory, cleanup_on_error, mark_complete
+from .prepare import PreparedRun
+from .run_dir import RunDirectory, cleanup_on_error, go_back, mark_complete, undamaged
 from .teacher import Teacher
 from .throughput import Meter, peak_flops, training_flops
 
 logger = logging.getLogger(__name__)
 
+TRAINER_STATE = "trainer_state.json"
 STATE = "mha2gqa_state.json"  # guard and stream position, beside the Trainer's own state
-
-
-@dataclass
-class Run:
-    """What a trainer needs beside the model.
-
-    Args:
-        config, budget: The run and its bill.
-        train: Training blocks in order, or a stream of them.
-        held_out: Held-out blocks `[M, T + 1]`, or None.
-        teacher: The original, or None.
-        masked: Whether some labels are masked, so that labelled tokens must be counted.
-        stop: Signal numbers received, see `guard.stop_signals`.
-        collate: Makes batches of held-out blocks.
-    """
-
-    config: UptrainConfig
-    budget: Budget
-    train: BlockOrder | BlockStream
-    held_out: Blocks | None
-    teacher: Teacher | None
-    masked: bool
-    stop: list[int]
-    collate: Collate
 
 
 class UptrainTrainer(Trainer):
@@ -63,33 +41,45 @@ class UptrainTrainer(Trainer):
     Args:
         model: The student.
         args: From `build_arguments`.
-        run: The rest.
+        run: The run.
+        corpus: What it trains on.
+        teacher: The original, None without one and where its predictions come with the batches.
+        stop: Signal numbers received, see `interruption.stop_signals`.
     """
 
-    def __init__(self, model: Any, args: TrainingArguments, run: Run) -> None:
-        flops = training_flops(model, run.teacher, run.budget.window)
+    def __init__(
+        self,
+        model: Any,
+        args: TrainingArguments,
+        run: PreparedRun,
+        corpus: Corpus,
+        teacher: Teacher | None,
+        stop: list[int],
+    ) -> None:
+        flops = training_flops(model, teacher, run.budget.window)
         self.student_flops = training_flops(model, None, run.budget.window)
-        stream, stopper = isinstance(run.train, IterableDataset), StopAndSave()
+        stream, stopper = isinstance(corpus.train, IterableDataset), StopAndSave(self.continue_log)
         super().__init__(
             model=model,
             args=args,
-            train_dataset=run.train,
-            eval_dataset=run.train if run.held_out is not None else None,  # only its presence matters
-            data_collator=cast(Any, run.collate if stream else as_is),
+            train_dataset=corpus.train,
+            eval_dataset=corpus.train if corpus.held_out is not None else None,  # only its presence matters
+            data_collator=cast(Any, corpus.collate if stream else as_is),
             callbacks=[stopper],
         )
         if args.fsdp and not self.is_fsdp_enabled:  # accelerate leaves it out without a word
             raise UsageError(
                 f"does not shard on {args.device.type}", where="fsdp", fix="leave it out, or train on GPUs"
             )
-        self.run, self.stopper = run, stopper
+        self.run, self.corpus, self.teacher, self.stop = run, corpus, teacher, stop
+        self.stopper = stopper
         for callback in (PrinterCallback, ProgressCallback):  # they print; logs go through logging
             self.remove_callback(callback)
         if is_fsdp2(self.accelerator):
             reduce_in_float32(self.accelerator)
         sharded = is_fsdp2(self.accelerator) or is_zero3(self.accelerator)
-        if run.teacher is not None and args.world_size > 1 and sharded:
-            shard_teacher(run.teacher.model, getattr(self.accelerator, "torch_device_mesh", None))
+        if teacher is not None and args.world_size > 1 and sharded:
+            shard_teacher(teacher.model, getattr(self.accelerator, "torch_device_mesh", None))
         # Our loss is a sum divided by the tokens of the whole step: nothing is left to scale.
         self.model_accepts_loss_kwargs = True
         self.loss_is_scaled_for_ga = True
@@ -99,19 +89,20 @@ class UptrainTrainer(Trainer):
         peak = peak_flops(args.device)
         self.meter = Meter(flops, None if peak is None else peak * args.world_size)
         self._sums = torch.zeros(2, device=args.device)  # step loss; cross-entropy since the last log
-        self.distils = run.teacher is not None or bool(getattr(run.train, "caches", ()))
+        self.distils = teacher is not None or corpus.cached
         self._labels = 0
         self._logged_step = 0
         self._resumed: Path | None = None
         self._pending: dict[str, float] | None = None
         self._waiting: tuple[int, int, Reading] | None = None  # step, labels, values not yet settled
-        stopper.trainer = self
 
     # --- data ---------------------------------------------------------------------------------------
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         # The data set itself is in the order of the run.
-        return None if isinstance(self.run.train, IterableDataset) else SequentialSampler(self.run.train)
+        return (
+            None if isinstance(self.corpus.train, IterableDataset) else SequentialSampler(self.corpus.train)
+        )
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
         """As the Trainer's; after resuming, random numbers go on where the checkpoint left them.
@@ -126,7 +117,7 @@ class UptrainTrainer(Trainer):
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> int:
         """Labelled tokens of this step over all processes."""
-        if not self.run.masked:
+        if not self.corpus.collate.counts_labels:
             self._labels = self.run.budget.batch_tokens
             return self._labels
         count = sum(int((batch["labels"] != IGNORE_INDEX).sum()) for batch in batch_samples)
@@ -151,14 +142,14 @@ class UptrainTrainer(Trainer):
         return loss * share
 
     def _teacher_states(self, inputs: dict[str, Tensor]) -> Tensor | TopKLogProbs | None:
-        """What the teacher says of a batch: computed now, or taken from the batch, which is then without it."""
-        if self.run.teacher is not None:
-            return self.run.teacher.states(inputs)
+        """Teacher outputs for a batch: computed now, or taken out of the batch."""
+        if self.teacher is not None:
+            return self.teacher.states(inputs)
         if "teacher_ids" not in inputs:
             return None
         ids, log_probs = inputs.pop("teacher_ids"), inputs.pop("teacher_log_probs")  # [B, T, k]
         # In one object: sharding casts the tensors that it sees among a module's inputs to bf16.
-        width = cast(Any, self.run.train).caches[0].identity.width
+        width = cast(Any, self.corpus.train).caches[0].identity.width
         return TopKLogProbs(ids.flatten(0, 1).long(), log_probs.flatten(0, 1), width)
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
@@ -171,7 +162,7 @@ class UptrainTrainer(Trainer):
         if hasattr(norm, "full_tensor"):  # sharded gradients give a partial norm
             norm = norm.full_tensor()
         self.settle()
-        device, stop = self._sums.device, float(bool(self.run.stop))
+        device, stop = self._sums.device, float(bool(self.stop))
         size = torch.as_tensor(0.0 if norm is None else norm, device=device)
         values = torch.stack([self._sums[0].double(), size.double(), torch.full_like(size.double(), stop)])
         if self.args.world_size > 1:  # every process must decide alike
@@ -227,17 +218,17 @@ class UptrainTrainer(Trainer):
 
     def _held_out_batches(self) -> Iterator[dict[str, Tensor]]:
         """This process's batches; every process gets as many, padded with masked rows."""
-        assert self.run.held_out is not None
+        assert self.corpus.held_out is not None
         size, world, rank = (
             self.args.per_device_eval_batch_size,
             self.args.world_size,
             self.args.process_index,
         )
-        count = len(self.run.held_out)
+        count = len(self.corpus.held_out)
         for start in range(0, count, size * world):
             rows = [min(start + rank * size + i, count) for i in range(size)]
             mine = [min(row, count - 1) for row in rows]
-            batch = self.run.collate(self.run.held_out[mine], keys=mine)
+            batch = self.corpus.collate(self.corpus.held_out[mine], keys=mine)
             surplus = torch.tensor([row >= count for row in rows])[:, None]
             batch["labels"] = batch["labels"].masked_fill(surplus, IGNORE_INDEX)
             yield batch
@@ -308,9 +299,9 @@ class UptrainTrainer(Trainer):
 
     def _own_state(self) -> dict[str, Any]:
         state: dict[str, Any] = {"guard": self.guard.state(), "stream": None}
-        if isinstance(self.run.train, BlockStream):
+        if isinstance(self.corpus.train, BlockStream):
             made = self.state.global_step * self.run.budget.blocks_per_step
-            state["stream"] = vars(self.run.train.position(made))
+            state["stream"] = vars(self.corpus.train.position(made))
         return state
 
     def _unlogged(self) -> dict[str, float]:
@@ -332,17 +323,23 @@ class UptrainTrainer(Trainer):
     def restore(self, checkpoint: Path) -> None:
         """Take guard and stream position from a checkpoint, before `train(resume_from_checkpoint=…)`."""
         check_zero_shards(checkpoint, self.args.world_size if self.is_deepspeed_enabled else 0)
-        state = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
-        self.guard.load(state["guard"])
-        self._pending = state["unlogged"]
         step = int(checkpoint.name.rpartition("-")[2])
+        with undamaged(checkpoint / TRAINER_STATE):
+            saved = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE))
+            if saved.global_step != step or not all(isinstance(e, dict) for e in saved.log_history):
+                raise ValueError(f"of step {saved.global_step}")
+        state = read_json(checkpoint / STATE, fix=go_back(checkpoint))
+        with undamaged(checkpoint / STATE):
+            self.guard.load(state["guard"])
+            self._pending = {key: float(state["unlogged"][key]) for key in ("since", "loss", "ce")}
+            position = None if state["stream"] is None else Position(**state["stream"])
         self._resumed = checkpoint
         self.meter.reset(step * self.run.budget.batch_tokens)
-        if isinstance(self.run.train, BlockStream):
+        if isinstance(self.corpus.train, BlockStream):
             self.args.ignore_data_skip = True  # the stream itself begins where the checkpoint ended
             made = step * self.run.budget.blocks_per_step
-            self.run.train.start, self.run.train.made = Position(**state["stream"]), made
-            self.run.train.positions[made] = self.run.train.start
+            self.corpus.train.start, self.corpus.train.made = position or Position(), made
+            self.corpus.train.positions[made] = self.corpus.train.start
 
 
 def progress_line(step: int, steps: int, logs: Mapping[str, float]) -> str:

@@ -7,6 +7,8 @@ JOBS ?= 2
 export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
+
+.PHONY: engines engines-vllm
 .PHONY: demo test lint format docs pages faults archs oracles bench clean
 
 $(VENV)/.installed: pyproject.toml constraints-cpu.txt
@@ -65,6 +67,21 @@ bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/evaluate_speed.py --model $(TINY) --data $(TINY)/heldout.jsonl --device cpu --limit-bytes 100000 --batch-size 4 --repeats 3 --out $(BENCH_OUT)/evaluate_speed.json
 	$(BIN)/python benchmarks/closed_form_speed.py --device cpu --hidden 512 --heads 8 --groups 2 --tokens 16384 --window 512 --vocab 2048 --output $(BENCH_OUT)/closed_form_speed.json
 	$(BIN)/python benchmarks/uptrain_throughput.py --tiny --no-compile --steps 8 --out $(BENCH_OUT)/uptrain_throughput.json
+
+# Results in real engines: transformers 5 and 4.57, llama.cpp, CTranslate2, onnxruntime-genai (half an hour on two
+# cores; MHA2GQA_REFERENCES names the folder of trained references), then docs/serving.md from what came out.
+ENGINES = $(MAKE) -f benchmarks/engines/Makefile PRODUCT=$(VENV)
+engines: $(VENV)/.installed
+	$(ENGINES) environments
+	MHA2GQA_TRANSFORMERS4=build/engines/transformers4 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_transformers4.py
+	$(BIN)/python benchmarks/engines/suite.py
+	$(BIN)/python benchmarks/engines/page.py
+
+# The same in vLLM's CPU build (3.5 GB more).
+engines-vllm: $(VENV)/.installed
+	$(ENGINES) environments vllm
+	$(BIN)/python benchmarks/engines/suite.py --engines vllm
+	$(BIN)/python benchmarks/engines/page.py
 
 clean:
 	rm -rf $(VENV) build site *.egg-info

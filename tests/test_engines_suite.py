@@ -1,0 +1,118 @@
+"""The engine suite's verdicts, its page, and the decode benchmark's rows: what they say follows from what was run."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+
+def script(path: str) -> ModuleType:
+    """A script of the benchmarks as a module."""
+    name = path.removesuffix(".py").replace("/", "_")
+    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def common(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The suite's comparison, with a reference of one prompt: tokens 3, 1, 2, the second of them almost a tie."""
+    monkeypatch.setenv("ENGINES_WORK", str(tmp_path))
+    (tmp_path / "references").mkdir()
+    logits = np.eye(5)[[3, 1, 2]] * 4
+    logits[1, 4] = 4 - 1e-5
+    arrays = {"ids0": np.array([1, 2]), "tokens0": np.array([3, 1, 2]), "logits0": logits}
+    np.savez(tmp_path / "references" / "x.npz", **arrays)
+    return script("engines/common.py")
+
+
+def test_equal_tokens_and_logits_are_equal(common: ModuleType) -> None:
+    row = common.verdict("x", [[3, 1, 2]], [np.eye(5)[3] * 4])
+    assert row == {"first_difference": [None], "relative_logits": 0.0, "verdict": "equal"}
+
+
+def test_a_tie_may_part_but_nothing_else(common: ModuleType) -> None:
+    assert common.verdict("x", [[3, 4, 0]])["verdict"] == "equal"
+    assert common.verdict("x", [[3, 1, 0]]) == {"first_difference": [2], "verdict": "differs"}
+    assert common.verdict("x", [[3, 1]])["verdict"] == "differs"  # too short
+    assert common.verdict("x", [[0, 0, 0]], exact=False)["verdict"] == "runs"
+
+
+def test_other_logits_differ_even_where_tokens_agree(common: ModuleType) -> None:
+    off = np.eye(5)[3] * 4 + np.array([0.01, 0, 0, 0, 0])
+    assert common.verdict("x", [[3, 1, 2]], [off])["verdict"] == "differs"
+    assert common.verdict("x", [[3, 1, 2]], [off], tolerance=0.1)["verdict"] == "equal"
+    unknown = np.where(np.arange(5) == 0, np.nan, off)  # an engine that gives the best few only
+    assert common.verdict("x", [[3, 1, 2]], [unknown])["verdict"] == "equal"
+
+
+def test_the_page_says_what_the_rows_say() -> None:
+    page = script("engines/page.py")
+    rows = [
+        {"engine": "transformers 5", "way": "sdpa", "verdict": "equal", "relative_logits": 2e-6},
+        {"engine": "transformers 5", "way": "beams", "verdict": "equal"},
+        {"engine": "transformers 5", "way": "control: original", "verdict": "seen"},
+    ]
+    assert page.cell(rows) == "equal, 2e-06"
+    assert page.cell([*rows, {"way": "eager", "verdict": "differs"}]) == "eager: **differs**"
+    assert page.cell([{"way": "export", "verdict": "lacks", "reason": "no"}]) == "no"
+    assert page.cell([]) == "not run"
+    data = {
+        "command": "c", "seed": 0, "hardware": "h", "versions": {}, "models": {"llama-g4": []},
+        "rows": [{"of": "transformers", "model": "llama-g4", **row} for row in rows],
+    }  # fmt: skip
+    text = page.page(data)
+    assert "| Llama, 16 → 4 heads | equal, 2e-06 |" in text and "original (seen)" in text
+
+
+def test_the_committed_page_is_that_of_the_committed_results() -> None:
+    page = script("engines/page.py")
+    if not page.RESULTS.exists():
+        pytest.skip("no results yet")
+    assert page.PAGE.read_text() == page.page(json.loads(page.RESULTS.read_text()))
+
+
+def test_decode_rows_are_kept_and_compared_with_what_bytes_predict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    speed = script("decode_speed.py")
+    timed: list[tuple[int, int]] = []
+
+    def row(path: str, model: Any, raw: dict[str, Any], *, batch: int, **more: Any) -> dict[str, Any]:
+        heads = raw["num_key_value_heads"]
+        assert sum(p.numel() for p in model.parameters()) > 0 and not any(
+            p.is_meta for p in model.parameters()
+        )
+        if heads == 1:
+            raise speed.Mha2gqaError("does not fit")
+        timed.append((heads, batch))
+        return {
+            "batch": batch, "tokens_per_second": 100.0 / heads, "milliseconds_per_step": 1.0, "step": "s",
+            "step_bytes": 1000 * heads, "share_of_bandwidth": 0.5, "warnings": [],
+        }  # fmt: skip
+
+    monkeypatch.setattr(speed, "decode_row", row)
+    monkeypatch.setattr(speed, "copy_bandwidth", lambda *args: 1e9)
+    command = ["x", "--tiny", "--device", "cpu", "--out", str(tmp_path / "rows.json")]
+    monkeypatch.setattr(sys, "argv", command)
+    monkeypatch.setattr(speed, "TINY", {**speed.TINY, "points": ["2x16"], "budgets": []})
+    speed.main()
+    speed.main()  # everything is there
+    assert timed == [(8, 2), (2, 2)]
+    found = json.loads((tmp_path / "rows.json").read_text())
+    assert [r["tokens_per_second"] for r in found["rows"]] == [12.5, 50.0, None]
+    assert found["rows"][2]["reason"] == "does not fit"
+    [one] = found["summary"]
+    assert (one["kv_heads"], one["speed_up"], one["predicted"], one["of_predicted"]) == (2, 4.0, 4.0, 1.0)
+    assert "does not fit" in (tmp_path / "rows.json.log").read_text() and "x4.00" in capsys.readouterr().out

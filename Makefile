@@ -7,9 +7,7 @@ JOBS ?= 2
 export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
-
-.PHONY: engines engines-vllm
-.PHONY: demo test lint format docs pages faults archs oracles bench clean
+.PHONY: demo test lint format docs pages faults archs oracles bench engines engines-vllm clean
 
 $(VENV)/.installed: pyproject.toml constraints-cpu.txt
 	$(PYTHON) -m venv $(VENV)

@@ -32,7 +32,14 @@ PAGES = [
 BLOCK = re.compile(
     r"(?:<!-- not run: (?P<why>[^>]+) -->\n)?^```(?P<kind>\w+)\n(?P<body>.*?)^```$", re.S | re.M
 )
-OTHERS = {"--nproc_per_node", "--shutdown_timeout", "--check", "--compare"}  # options of other programs
+OTHERS = {
+    "--nproc_per_node",
+    "--shutdown_timeout",
+    "--check",
+    "--compare",
+    "--tensor-parallel-size",
+    "--model-path",
+}  # options of other programs
 
 
 @dataclass(frozen=True)

@@ -274,8 +274,10 @@ def page(data: dict[str, Any]) -> str:
     text = HEAD.format(
         bigcode=" (GPTBigCode in llama.cpp 5e-3)",
         table=table(data),
-        ways=f"In transformers each model is decoded in these ways: {', '.join(ways)}; in the older version: "
-        f"{', '.join(older)}.{held}" + (f" Quantised: {quantised}." if quantised else ""),
+        ways=f"In transformers each model is decoded in these ways: {'; '.join(ways)}."
+        + (f" In the older version: {'; '.join(older)}." if older else "")
+        + held
+        + (f" Quantised: {quantised}." if quantised else ""),
         controls=controls,
         stated=stated,
     )

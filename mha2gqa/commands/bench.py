@@ -250,6 +250,7 @@ def time_decoding(
 def free_memory(device: torch.device) -> int | None:
     """Bytes that can still be had on the device, None where nobody says."""
     if device.type == "cuda":
+        gc.collect()  # the cache and graph of an earlier measurement
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(device)[0]
     try:

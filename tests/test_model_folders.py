@@ -160,7 +160,7 @@ def test_every_kind_of_quantisation_is_named(pico: Path, tmp_path: Path) -> None
     [
         ({"num_hidden_layers": 10**6}, "larger than any|the tensors are of 2 layers"),
         ({"num_hidden_layers": 2**31}, "num_hidden_layers' is larger than any model's"),
-        ({"num_hidden_layers": 3}, "num_hidden_layers is 3, the tensors are of 2 layers"),
+        ({"num_hidden_layers": 1000}, "num_hidden_layers is 1000, the tensors are of 2 layers"),
         ({"num_hidden_layers": "2"}, "no usable num_hidden_layers"),
         ({"num_labels": 2**31}, "num_labels' is larger"),
         ({"num_key_value_heads": [8, 8]}, "num_key_value_heads is a list"),

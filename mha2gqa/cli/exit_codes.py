@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NoReturn
 
-import click
+import rich_click as click
 
 from .. import distributed
 from ..errors import Mha2gqaError

@@ -1,79 +1,172 @@
-"""Parameter types of the command line, and what every command has: `--json`, `-v`, `-q`. Imports no torch."""
+"""Options of the command line, made from the declarations in `config/`. Imports no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import functools
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar, get_args, get_origin
 
-import click
+import rich_click as click
 
-from ..config import parse_count, parse_size
+from ..config.coerce import Invalid, short
+from ..config.generate import type_words
+from ..config.option import CLI, PANELS, Config, Declared, OptionError, declared, plain
+from ..config.pairs import fit_help
 from ..errors import UsageError
 from .state import FLAGS, setup_logging
 
-
-class Count(click.ParamType):
-    """A whole number; `100B`, `1.4T`, `512k` and `1e9` are understood."""
-
-    name = "count"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        try:
-            return parse_count(value)
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
+F = TypeVar("F", bound=Callable[..., Any])
+COMMON = "Common"
 
 
-class Size(click.ParamType):
-    """Bytes; `5GB` and `512MiB` are understood."""
+class DeclaredType(click.ParamType):
+    """The value of a declared option, checked as it is typed."""
 
-    name = "size"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        try:
-            return parse_size(value)
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
-
-
-class Names(click.ParamType):
-    """Names with commas between them."""
-
-    name = "names"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[str, ...]:
-        return tuple(part.strip() for part in value.split(",") if part.strip())
-
-
-class Groups(click.ParamType):
-    """G as typed: what is no whole number goes on to the library, which knows the model's valid values."""
-
-    name = "G"
+    def __init__(self, item: Declared) -> None:
+        hint = plain(item.hint)
+        self.item, self.name = item, type_words(hint).replace("`", "")
+        self.choices = get_args(hint) if "Literal" in str(get_origin(hint)) else ()
+        self.each = get_origin(hint) is tuple and not item.option.commas  # one option for each value
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        for kind in (int, float):
-            try:
-                return kind(value)
-            except ValueError:
-                continue
-        return value
+        """The typed value, or an error that names the option."""
+        if self.item.option.lenient:
+            return _number(value)
+        if self.item.option.commas and isinstance(value, str):
+            value = tuple(part.strip() for part in value.split(",") if part.strip())
+        try:
+            return self.item.read((value,))[0] if self.each else self.item.read(value)
+        except Invalid as error:
+            self.fail(f"{error}, not {short(value)}", param, ctx)
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> Any:
+        """The choices; files where anything may stand."""
+        from click.shell_completion import CompletionItem
+
+        if self.choices:
+            return [CompletionItem(choice) for choice in self.choices if choice.startswith(incomplete)]
+        return [CompletionItem(incomplete, type="file")] if "text" in self.name else []
 
 
-COUNT, SIZE, GROUPS, NAMES = Count(), Size(), Groups(), Names()
-option = click.option
+def _number(value: Any) -> Any:
+    """What was typed, as a number if it is one: the library knows the values that a model allows."""
+    for kind in (int, float):
+        try:
+            return kind(value) if len(str(value)) < 40 else value
+        except (ValueError, OverflowError):
+            continue
+    return value
 
 
-def options(*decorators: Callable[..., Any]) -> Callable[..., Any]:
-    """Several option decorators as one; help lists them in the order given."""
+def _option(item: Declared) -> Callable[[F], F]:
+    hint, told = plain(item.hint), item.option
+    flags, kind = list(item.flags), DeclaredType(item)
+    needed = item.required
+    more: dict[str, Any] = {"type": kind, "metavar": told.metavar or _metavar(item, kind)}
+    if hint is bool:
+        both = item.default is not False  # on by default, or decided by what else is given
+        flags = [f"{flags[0]}/--no-{item.key.replace('_', '-')}"] if both else flags
+        more = {"is_flag": True}
+    elif isinstance(hint, type) and issubclass(hint, Config):
+        more |= {"type": str, "multiple": True, "is_eager": True, "callback": _answer_help}
+    elif get_origin(hint) is tuple and not told.commas:
+        more["multiple"] = True
+    if not needed:
+        more["default"] = None
+    return click.option(
+        *flags, item.name, required=needed, help=_help(item, needed), panel=told.panel, **more
+    )
 
-    def apply(command: Callable[..., Any]) -> Callable[..., Any]:
-        for decorator in reversed(decorators):
-            command = decorator(command)
+
+def _answer_help(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> tuple[str, ...]:
+    """Answer `--fit help`, whatever else is given."""
+    if "help" in value:
+        click.echo(fit_help())
+        ctx.exit()
+    return value
+
+
+def _metavar(item: Declared, kind: DeclaredType) -> str | None:
+    """How a value is shown: choices in full, else its kind."""
+    if kind.choices:
+        return f"[{'|'.join(kind.choices)}]"
+    return {int: "N", float: "X"}.get(plain(item.hint))
+
+
+def _help(item: Declared, required: bool) -> str:
+    text = _BACKQUOTED.sub(lambda match: _flag(match[1]), item.option.help)
+    facts = "; ".join(fact for fact in (item.range.words, "" if required else _default(item)) if fact)
+    return f"{text} [{facts}]" if facts else text
+
+
+_BACKQUOTED = re.compile(r"`([^`]+)`")
+
+
+def _flag(name: str) -> str:
+    """An option named in help, as it is typed; anything else as it is."""
+    return f"--{name.replace('_', '-')}" if re.fullmatch(r"[a-z_]+", name) else name
+
+
+def _default(item: Declared) -> str:
+    return f"default: {item.default_words() or 'none'}"
+
+
+def _argument(item: Declared) -> Callable[[F], F]:
+    several = get_origin(plain(item.hint)) is tuple
+    shown = item.option.metavar or (f"{item.name.upper().removesuffix('S')}..." if several else None)
+    return click.argument(item.name, nargs=-1 if several else 1, required=True, metavar=shown)
+
+
+def takes(*kinds: type[Config]) -> Callable[[F], F]:
+    """Give a command the arguments and options that are declared, and errors that name them as typed.
+
+    The command is called with the given ones only; for all others the defaults of what it calls hold.
+
+    Args:
+        kinds: The declarations, in the order of their panels on the help page.
+    """
+    items = [item for kind in kinds for item in declared(kind).values() if CLI in item.option.where]
+    arguments = [item for item in items if item.option.argument]
+    options = [item for item in items if not item.option.argument]
+    options.sort(key=lambda item: PANELS.index(item.option.panel))
+    flags = {item.name: item.flags[0] for item in options} | {i.name: i.name.upper() for i in arguments}
+
+    def decorate(function: F) -> F:
+        @functools.wraps(function)
+        def called(**values: Any) -> Any:
+            given = {name: value for name, value in values.items() if value is not None and value != ()}
+            with spelled(flags):
+                return function(**given)
+
+        command: Any = called
+        for item in reversed(options):
+            command = _option(item)(command)
+        for item in reversed(arguments):
+            command = _argument(item)(command)
         return command
 
-    return apply
+    return decorate
+
+
+@contextmanager
+def spelled(flags: Mapping[str, str]) -> Iterator[None]:
+    """Errors about options name them as they are typed here: `--batch-tokens`, not `batch_tokens`.
+
+    Args:
+        flags: Field -> option or argument of the command line.
+    """
+    try:
+        yield
+    except OptionError as error:
+        flag = flags.get(error.name, error.name.rstrip("_"))
+        raise error.at(f"{flag}{error.shown}", flags) from error
+    except UsageError as error:
+        name, space, value = str(error.where or "").partition(" ")
+        if name not in flags:
+            raise
+        raise type(error)(error.what, where=f"{flags[name]}{space}{value}", fix=error.fix) from error
 
 
 def _remember(ctx: click.Context, param: click.Parameter, value: Any) -> None:
@@ -84,54 +177,13 @@ def _remember(ctx: click.Context, param: click.Parameter, value: Any) -> None:
         setup_logging(state)
 
 
-common = options(
-    option("--json", is_flag=True, expose_value=False, callback=_remember, help="One JSON object on stdout."),
-    option(
-        "-v", "--verbose", count=True, expose_value=False, callback=_remember, help="More log, tracebacks."
-    ),
-    option(
-        "-q", "--quiet", is_flag=True, expose_value=False, callback=_remember, help="Only warnings, no bars."
-    ),
-)
-
-
-def given(words: dict[str, Any]) -> dict[str, Any]:
-    """The options that were given; the others keep the default of what is called."""
-    return {name: value for name, value in words.items() if value is not None and value != ()}
-
-
-def training_words(overrides: Sequence[str]) -> dict[str, Any]:
-    """`--set KEY=VALUE` of the uptrain command as typed keyword arguments.
-
-    Raises:
-        UsageError: Not of that form, or a value of the wrong kind.
-    """
-    from ..config import recipe_from_overrides
-
-    section = recipe_from_overrides([f"uptrain.{text}" for text in overrides]).uptrain
-    return {} if section is None else section.options()
-
-
-def given_once(options: dict[str, Any], further: dict[str, Any]) -> dict[str, Any]:
-    """Options and `--set` words together.
-
-    Raises:
-        UsageError: A word is given in both ways.
-    """
-    for name in options.keys() & further.keys():
-        raise UsageError(
-            f"is given as --{name.replace('_', '-')} too", where=f"--set {name}", fix="leave one out"
-        )
-    return options | further
-
-
-def fit_words(overrides: Sequence[str]) -> dict[str, Any]:
-    """`--fit KEY=VALUE` of the convert command as typed keyword arguments.
-
-    Raises:
-        UsageError: Not of that form, an unknown key, or a value of the wrong kind.
-    """
-    from ..config import recipe_from_overrides
-
-    fit = recipe_from_overrides([f"convert.fit.{text}" for text in overrides]).convert.fit
-    return {} if fit is None else fit.options()
+def common(command: F) -> F:
+    """What every command has: `--json`, `-v`, `-q`."""
+    shared: dict[str, Any] = {"expose_value": False, "callback": _remember, "panel": COMMON}
+    for decorator in (
+        click.option("-q", "--quiet", is_flag=True, help="Only warnings, no progress.", **shared),
+        click.option("-v", "--verbose", count=True, metavar="", help="More log, tracebacks.", **shared),
+        click.option("--json", is_flag=True, help="One JSON object on stdout.", **shared),
+    ):
+        command = decorator(command)
+    return command

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from ..checkpoints.hf_config import longest_context
-from ..config import Recipe, parse_size
-from ..config.sections import Method, ReportRecipe
+from ..config import Recipe, ReportConfig
 from ..data import read_documents
 from ..errors import UsageError
 from ..report import FORMATS, becomes, hub_name, human_bytes, significant
@@ -34,7 +33,7 @@ def rehearse(recipe: Recipe) -> tuple[list[dict[str, Any]], list[str]]:
     source = resolve_model(recipe.source)
     config = read_config(source)
     context = decoding_context(recipe, config)
-    notices = [] if recipe.report.context in (context, ReportRecipe.context) else [_capped(recipe, context)]
+    notices = [] if recipe.report.context in (context, ReportConfig.context) else [_capped(recipe, context)]
     stages: list[dict[str, Any]] = []
     for groups in recipe.sweep.groups if recipe.sweep and recipe.sweep.groups else [recipe.convert.groups]:
         found = plan(
@@ -46,7 +45,6 @@ def rehearse(recipe: Recipe) -> tuple[list[dict[str, Any]], list[str]]:
         )
         notices += found.warnings
         stages.append(_planned("convert", _convert_detail(recipe, found)))
-    _check_convert(recipe)
     texts = [*recipe.convert.calibration, *recipe.evaluate.data]
     stages.append(_planned("evaluate", _evaluate_detail(recipe, config)))
     if recipe.uptrain is not None:
@@ -91,19 +89,6 @@ def _convert_detail(recipe: Recipe, found: PlanResult) -> str:
         f"KV cache {human_bytes(kv['before'])} -> {human_bytes(kv['after'])} a token ({significant(ratio)}× smaller); "
         f"writes {human_bytes(found.bytes['after'])}"
     )
-
-
-def _check_convert(recipe: Recipe) -> None:
-    if recipe.convert.max_shard_size is not None:
-        try:
-            parse_size(recipe.convert.max_shard_size)
-        except ValueError as error:
-            raise UsageError(str(error), where="convert.max_shard_size") from error
-    unknown = [m for m in (recipe.sweep.methods if recipe.sweep else ()) if m not in get_args(Method)]
-    if unknown:
-        raise UsageError(
-            f"no method {unknown[0]!r}", where="sweep.methods", fix=f"{', '.join(get_args(Method))}"
-        )
 
 
 def _evaluate_detail(recipe: Recipe, config: Mapping[str, Any]) -> str:

@@ -12,12 +12,11 @@ from typing import Any, ClassVar
 
 from ..checkpoints.fingerprints import source_fingerprint, source_fingerprints
 from ..checkpoints.hf_config import load_config_json
-from ..config import FitRecipe, Recipe, check_training_words, load_recipe, parse_size, recipe_from_dict
+from ..config import Recipe, load_recipe, recipe_from_dict
 from ..conversion.checkpoint import convert
 from ..errors import UsageError
 from ..evaluation import evaluate
-from ..evaluation.gates import check_limits, measure_gates, require
-from ..reconstruct import ReconstructConfig
+from ..evaluation.gates import measure_gates, require
 from ..report import becomes, fixed, headline, write_report
 from ..results import Result
 from ..uptraining import uptrain
@@ -104,19 +103,17 @@ def check_recipe(recipe: Recipe) -> None:
     """Check what every run needs.
 
     Raises:
-        UsageError: A key is missing, or a word of `uptrain` is neither ours nor one of TrainingArguments.
+        UsageError: A key is missing.
     """
     needed: dict[str, Any] = {
         "source": recipe.source,
         "output": recipe.output,
         "evaluate.data": recipe.evaluate.data,
     }
-    check_limits(2, False, max_ppl_ratio=recipe.report.max_ppl_ratio, where="recipe: report.max_ppl_ratio")
     if recipe.sweep is None:
         needed["convert.groups"] = recipe.convert.groups
     if recipe.uptrain is not None:
         needed["uptrain.data"] = recipe.uptrain.data
-        check_training_words(recipe.uptrain.training_args)
     for key, value in needed.items():
         if value in ("", None, ()):
             raise UsageError("missing", where=f"recipe: {key}", fix=f"add it, or --set {key}=…")
@@ -187,7 +184,6 @@ class Job:
         """The converted checkpoint."""
         words = self.recipe.convert.options()
         words["calibration"] = resolve_data(self.recipe.convert.calibration, self.texts)
-        fit = words.pop("fit", FitRecipe()).options()
         inputs = {
             "source": self.original,
             "convert": self._named(words),
@@ -196,10 +192,6 @@ class Job:
         groups = words.pop("groups")
         if not words["calibration"]:
             del words["calibration"]
-        if fit:
-            words["fit"] = ReconstructConfig(**fit)
-        if "max_shard_size" in words:
-            words["max_shard_size"] = parse_size(words["max_shard_size"])
         if self.recipe.trust_remote_code:
             words["trust_remote_code"] = True
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from ..architectures.arch_conversions import differs_for_mqa
 from ..checkpoints.hf_config import load_config_json
 from ..config import Recipe
-from ..config.sections import Method
+from ..config.convert import Method
 from ..errors import UsageError
 from ..report import write_pictures, write_report
 from ..results import Result
@@ -89,9 +89,6 @@ def grid(recipe: Recipe) -> list[Cell]:
         raise UsageError(
             "no uptrain section", where="recipe: sweep.alphas", fix="add one, or leave alphas out"
         )
-    bad = [alpha for alpha in sweep.alphas if not 0 <= alpha <= 1]
-    if bad:
-        raise UsageError(f"{bad[0]:g} is no fraction", where="recipe: sweep.alphas", fix="values from 0 to 1")
     axes = (
         sweep.groups or (recipe.convert.groups,),
         sweep.methods or (recipe.convert.method,),
@@ -182,14 +179,15 @@ class _Sweep:
         return row | {"label": label, "groups": cell.groups, "method": method, "alpha": cell.alpha}
 
     def _recipe_of(self, cell: Cell) -> Recipe:
-        convert = replace(self.recipe.convert, groups=cell.groups, grouping=cell.grouping, method=cell.method)
+        axes = {"groups": cell.groups, "grouping": cell.grouping, "method": cell.method}
+        convert = self.recipe.convert.replaced(**axes)
         if convert.calibration and cell.method in (None, *CALIBRATED):
-            convert = replace(convert, statistics=self._statistics_of(cell, convert.statistics))
+            convert = convert.replaced(statistics=self._statistics_of(cell, convert.statistics))
         else:
-            convert = replace(convert, calibration=(), statistics=None)
+            convert = convert.replaced(calibration=None, statistics=None)
         uptrain = self.recipe.uptrain
         if uptrain is not None:
-            uptrain = replace(uptrain, alpha=cell.alpha, tokens=None)
+            uptrain = uptrain.replaced(alpha=cell.alpha, tokens=None)
         return replace(self.recipe, convert=convert, uptrain=uptrain, sweep=None)
 
     def _statistics_of(self, cell: Cell, named: str | None) -> str:

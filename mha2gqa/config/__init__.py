@@ -1,32 +1,42 @@
-"""A whole job as one YAML file: frozen dataclasses, strict keys, dotted overrides. Imports no torch.
+"""Every option of every command, declared once; recipes, which hold them; errors that name the place.
 
-Every mistake is answered with the file (and line), the key, and the nearest valid key.
+Imports nothing heavy: no torch, no transformers, and YAML only where a recipe is read.
 """
 
 from .coerce import coerce, parse_count, parse_size
-from .recipe import check_training_words, load_recipe, recipe_from_dict, recipe_from_overrides
-from .sections import (
-    SECTIONS,
-    ConvertRecipe,
-    EvaluateRecipe,
-    FitRecipe,
-    Recipe,
-    ReportRecipe,
-    SweepRecipe,
-    UptrainRecipe,
-)
+from .commands import BenchConfig, DemoConfig, ExportConfig, PlanConfig, PushConfig, VerifyConfig
+from .convert import ConvertConfig
+from .evaluate import EvaluateConfig, GateConfig
+from .option import Config, OptionError, declared
+from .reading import load_recipe, recipe_from_dict, recipe_from_overrides
+from .recipe import SECTIONS, Recipe, Section
+from .reconstruct import ReconstructConfig
+from .report import ReportConfig, SweepConfig
+from .trainer import TrainerOptions
+from .uptrain import UptrainConfig
 
 __all__ = [
     "SECTIONS",
-    "ConvertRecipe",
-    "EvaluateRecipe",
-    "FitRecipe",
+    "BenchConfig",
+    "Config",
+    "ConvertConfig",
+    "DemoConfig",
+    "EvaluateConfig",
+    "ExportConfig",
+    "GateConfig",
+    "OptionError",
+    "PlanConfig",
+    "PushConfig",
     "Recipe",
-    "ReportRecipe",
-    "SweepRecipe",
-    "UptrainRecipe",
-    "check_training_words",
+    "ReconstructConfig",
+    "ReportConfig",
+    "Section",
+    "SweepConfig",
+    "TrainerOptions",
+    "UptrainConfig",
+    "VerifyConfig",
     "coerce",
+    "declared",
     "load_recipe",
     "parse_count",
     "parse_size",

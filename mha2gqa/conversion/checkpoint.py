@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 from .. import distributed
 from ..arch_conversion import ArchConvertedCheckpoint, as_architecture, carry_tokenizer, written
@@ -28,18 +28,21 @@ from ..checkpoints.writer import (
     publish,
     write_shards,
 )
+from ..config import ConvertConfig
+from ..config.keywords import ConvertKeywords
+from ..config.option import build
+from ..config.signature import takes_options
 from ..data import paths_or_source
 from ..errors import CheckpointError, UnsupportedModelError, listed
 from ..modeling import modeling_file
 from ..progress import Callback, Progress, current, reporting
-from ..reconstruct import ReconstructConfig
 from ..results import Result
 from ..verification.background import Checker
 from ..verification.checks import failed
 from ..verification.tiny_random import Check, check_arch_conversion
-from . import WINDOW, Calibrated, CalibrationOptions, Stage, calibrate, convert_model
+from . import Calibrated, CalibrationOptions, Stage, calibrate, convert_model
 from .in_memory import convert_state_dict
-from .plan import ATTENTION, Groupings, Plan, plan_conversion
+from .plan import Groupings, Plan, plan_conversion
 from .rewrite import ModuleConverter
 from .untie import untied
 
@@ -79,67 +82,30 @@ class ConvertResult(Result):
     calibration: dict[str, Any] = field(default_factory=dict)
 
 
+@takes_options(ConvertConfig)
 def convert(
     source: str | Path,
     out: str | Path,
     groups: int,
     *,
-    method: str | None = None,
-    calibration: Any = (),
-    calibration_tokens: int = 524_288,
-    calibration_window: int = WINDOW,
-    text_column: str = "text",
-    statistics: str | None = None,
-    grouping: str | None = None,
     groupings: Groupings | None = None,
-    refit: bool | None = None,
-    reconstruct: bool | None = None,
-    fit: ReconstructConfig | None = None,
-    as_: str = "auto",
-    untie: bool = False,
-    attention: Sequence[str] | str = ATTENTION,
-    device: str = "auto",
-    seed: int = 0,
-    max_shard_size: int | None = None,
-    revision: str | None = None,
-    force: bool = False,
-    trust_remote_code: bool = False,
     progress: Progress | Callable[[int, int], None] | None = None,
     stage: Stage | None = None,
     checker: Checker | None = None,
+    **options: Unpack[ConvertKeywords],
 ) -> ConvertResult:
     """Write SOURCE with `groups` key/value heads to the folder OUT.
 
     Args:
-        source: Checkpoint folder or hub id.
+        source: Checkpoint folder or Hub id.
         out: Folder to make; it appears only when complete and checked.
         groups: KV heads G (the paper's GQA-G; not the group size).
-        method: `mean`, `first`, `random`, `align` or `joint`; None means `joint` with calibration text or
-            statistics, else `mean`.
-        calibration: Text to calibrate on: a path or several, a data set, texts or token ids (see `TextSource`).
-        calibration_tokens: How many tokens of it to use.
-        calibration_window: Tokens of a block.
-        text_column: Column of the text in JSONL and Parquet.
-        statistics: File of saved moments: used if it exists, else written.
-        grouping: `neighbours`, `search` (the default of `joint` and `align`) or a file of partitions.
         groupings: Which KV heads share, by module path, instead of `grouping`.
-        refit: Closed-form refit of each output projection; on with calibration text.
-        reconstruct: Layer-local regression after that; on with calibration text.
-        fit: How hard those two try.
-        as_: `auto` writes a model whose class cannot hold fewer KV heads as one that computes the same and
-            can; `none` never does; a model type writes it as that one.
-        untie: Store the output head as a tensor of its own where it is the embedding.
-        attention: Kinds of decoder attention to share (`self`, `cross`), of those the model has.
-        device: Where the model runs for calibration.
-        seed: For methods that draw numbers, and the order of calibration blocks.
-        max_shard_size: Bytes per output file; the source's files by default.
-        revision: Hub revision of SOURCE.
-        force: Replace an OUT that an earlier run of ours made.
-        trust_remote_code: Consent to code the source brings along, where calibration must run it.
         progress: Whom to report to. In an older form a function, called with `(bytes written, bytes in all)`.
         stage: The other half of that: called with the name of another stage, what is done of it, and how much
             there is.
         checker: What checks the result, if it has been started already.
+        **options: See `ConvertConfig`.
 
     Returns:
         What was done, layer by layer, and every check on the result.
@@ -152,47 +118,41 @@ def convert(
         >>> convert("llama-2-7b", "llama-2-7b-gqa8", groups=8).num_kv_heads  # doctest: +SKIP
         {'before': 32, 'after': 8}
     """
-    out, texts = Path(out), paths_or_source(calibration, text_column)
+    config = build(
+        ConvertConfig,
+        "convert",
+        {"source": source, "out": out, "groups": groups} | options,  # type: ignore[operator]
+    )
+    out, texts = Path(out), paths_or_source(config.calibration, config.text_column)
     if texts:
-        distributed.initialize(resolve_device(device).type)  # torchrun splits the text over its processes
-    original = open_checkpoint(source, revision)
-    check_output(original.path, out, force)
-    seen = as_architecture(original, groups, as_)
-    kinds = tuple(attention.split(",")) if isinstance(attention, str) else tuple(attention)
+        distributed.initialize(
+            resolve_device(config.device).type
+        )  # torchrun splits the text over its processes
+    original = open_checkpoint(source, config.revision)
+    check_output(original.path, out, config.force)
+    seen = as_architecture(original, groups, config.as_)
     plan = plan_conversion(
         seen.config,
         seen.shapes,
         groups,
-        method=method or ("joint" if texts or statistics else "mean"),
+        method=config.method or ("joint" if texts or config.statistics else "mean"),
         groupings=groupings,
-        seed=seed,
-        attention=kinds,
+        seed=config.seed,
+        attention=config.attention,
     )
-    if untie:
+    if config.untie:
         plan = untied(plan, seen.shapes)
     check_dtypes(plan, seen)
     check_space(out, seen.nbytes)
-    options = CalibrationOptions(
-        texts,
-        calibration_tokens,
-        calibration_window,
-        text_column,
-        statistics,
-        grouping if groupings is None else "given",
-        refit,
-        reconstruct,
-        fit or ReconstructConfig(),
-        device,
-        seed,
-        trust_remote_code,
-    )
-    opened = written(seen, out, trust_remote_code) if texts else nullcontext(seen)
+    calibration = CalibrationOptions.of(config, texts, groupings is not None)
+    consent = config.trust_remote_code
+    opened = written(seen, out, consent) if texts else nullcontext(seen)
     with reporting(_listener(progress, stage)), opened as checkpoint:
-        calibrated = calibrate(checkpoint, plan, options, out, force)
-        job = _Job(str(source), original, seen, out, force, trust_remote_code)
+        calibrated = calibrate(checkpoint, plan, calibration, out, config.force)
+        job = _Job(str(source), original, seen, out, config.force, consent)
         try:
             if distributed.is_rank_zero():
-                result = _publish(job, checkpoint, calibrated, max_shard_size, checker)
+                result = _publish(job, checkpoint, calibrated, config.max_shard_size, checker)
             else:
                 result = _result(job, calibrated, [], [])
             distributed.barrier()

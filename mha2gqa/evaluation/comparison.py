@@ -8,15 +8,18 @@ import hashlib
 import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 import torch
 
 from ..checkpoints.loading import load_model
+from ..config.keywords import EvaluateKeywords
+from ..config.option import build
+from ..config.signature import takes_options
 from ..data import Pair, PairSource, Prefetcher
 from ..data.generation import decode, generate_ids, with_targets
-from ..errors import DataError, UsageError
+from ..errors import DataError
 from ..progress import Callback, Progress, current, reporting
 from .agreement import attention_error
 from .batching import Batch, make_batches
@@ -35,12 +38,13 @@ SCORING = "scoring "  # and the model's name: a stage
 ATTENTION_BATCHES = 2  # batches on which attention outputs are compared
 
 
+@takes_options(EvaluateConfig, without=["agreement"])
 def evaluate(
     models: ModelRef | Sequence[ModelRef],
     data: Any,
     *,
     progress: Progress | Callable[[str, int], None] | None = None,
-    **options: Any,
+    **options: Unpack[EvaluateKeywords],
 ) -> EvaluateResult:
     """Score models on the same held-out text.
 
@@ -48,7 +52,7 @@ def evaluate(
         models: One or several of folder, Hub id, `LoadedModel`; the first is the one to compare with.
         data: Paths, data sets, texts or token ids, as `TextSource` takes them.
         progress: Whom to report to. In an older form a function, called with a model's name and its tokens scored.
-        **options: The other fields of `EvaluateConfig`.
+        **options: See `EvaluateConfig`.
 
     Returns:
         Loss, perplexity and bits per byte of each model, with intervals, paired tests and KV bytes.
@@ -62,10 +66,7 @@ def evaluate(
         >>> result = evaluate(["original", "converted"], "valid.jsonl", protocol="blocks", window=512)
         >>> [(m.path, m.loss) for m in result.models]
     """
-    try:
-        config = EvaluateConfig(models, data, **options)
-    except TypeError as error:
-        raise UsageError(str(error).replace("EvaluateConfig.__init__()", "evaluate()")) from error
+    config = build(EvaluateConfig, "evaluate", {"models": models, "data": data} | options)  # type: ignore[operator]
     with reporting(_listener(progress)):
         run = _Run(prepare(config))
         run.score_all()

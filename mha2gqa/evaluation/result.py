@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from .. import config
 from ..errors import UsageError
 from ..results import Result
 from .bootstrap import Interval, PairedTest
@@ -36,64 +37,8 @@ ModelRef = str | Path | LoadedModel
 
 
 @dataclass(frozen=True)
-class EvaluateConfig:
-    """Everything `evaluate` can be told.
-
-    Args:
-        models: Folders, Hub ids, models of transformers or `LoadedModel`s; the first is what the others are compared to, unless
-            `against` names another.
-        data: Text, as `TextSource` takes it.
-        text_column: Key or column of the text.
-        protocol: `window`, `blocks`, `wikitext2` or `rolling`; encoder-decoders are scored by
-            `span-corruption`, also where no protocol is named.
-        window: Inputs a model sees at once. None: 2,048 or the models' context if shorter (`rolling`: the
-            context, as lm-eval).
-        stride: New tokens per window of the `window` protocol; None for half a window.
-        batch_size: Full windows per forward pass (more of shorter ones).
-        max_tokens: Score at most this many tokens.
-        dtype: `auto` or a name; the same for every model.
-        device: `auto`, `cpu`, `cuda`, …
-        against: The original: the other models' agreement with it is measured, which costs a second
-            forward pass and holds two models at once.
-        trust_remote_code: Run code that a model folder brings along.
-        bos: `auto` (where the tokenizer's own post-processor puts one), `always` or `never`.
-        seed: Of the bootstrap.
-        worst: How many of the worst documents to list.
-        tasks: lm-eval tasks to run as well: names, or YAML files of local tasks.
-        task_limit: At most so many examples of each.
-        source_column, target_column, source_lang, target_lang, task, source_prefix, targets, beams: How pairs are
-            read for encoder-decoders, see `data.PairOptions`.
-        metrics: Of generated text: `wer`, `cer`, `bleu`, `chrf`, `exact_match`, or `auto`.
-        max_examples: Read at most so many pairs.
-    """
-
-    models: ModelRef | Sequence[ModelRef]
-    data: Any
-    text_column: str = "text"
-    protocol: Literal["blocks", "window", "wikitext2", "rolling", "span-corruption", "pairs"] = "window"
-    window: int | None = None
-    stride: int | None = None
-    batch_size: int = 8
-    max_tokens: int | None = None
-    dtype: Any = "auto"
-    device: Any = "auto"
-    against: ModelRef | None = None
-    trust_remote_code: bool = False
-    bos: Literal["auto", "always", "never"] = "auto"
-    seed: int = 0
-    worst: int = 10
-    tasks: Sequence[str] = ()
-    task_limit: int | None = None
-    source_column: str | None = None
-    target_column: str | None = None
-    source_lang: str | None = None
-    target_lang: str | None = None
-    task: Literal["transcribe", "translate"] = "transcribe"
-    source_prefix: str = ""
-    targets: Literal["data", "generate"] = "data"
-    beams: int = 1
-    metrics: Sequence[str] = ()
-    max_examples: int | None = None
+class EvaluateConfig(config.EvaluateConfig):
+    """Everything `evaluate` is asked, with the models as they are opened."""
 
     @property
     def subjects(self) -> list[ModelRef]:

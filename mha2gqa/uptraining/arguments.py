@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
-from types import UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any
 
 import torch
+import transformers
 from transformers import Trainer, TrainingArguments
 from transformers.integrations.integration_utils import get_reporting_integration_callbacks
 from transformers.training_args import OptimizerNames
 
-from ..config.coerce import coerce
+from ..config import OptionError, UptrainConfig
 from ..distributed import is_launched, world_size
 from ..errors import UsageError
-from .budget import Budget, UptrainConfig, default_learning_rate
+from .budget import Budget, default_learning_rate
 from .model_prep import OWN_LOSS, require_liger
-from .words import OWNED, check_together, check_word
 
 MICRO_BATCH_TOKENS = {"cpu": 4096, "default": 16_384}
 
@@ -28,43 +26,25 @@ MICRO_BATCH_TOKENS = {"cpu": 4096, "default": 16_384}
 RENAMED = (("activation_checkpointing", "gradient_checkpointing"),)
 
 
-def check_training_args(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Check pass-through options by name.
-
-    Returns:
-        The options under the names the installed transformers uses.
+def installed_names(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Options under the names that the installed transformers uses.
 
     Raises:
-        UsageError: Unknown to TrainingArguments (the nearest name is given), or decided by the budget.
+        OptionError: It has none of that name.
     """
     known = {f.name for f in fields(TrainingArguments) if f.init}
-    hints = get_type_hints(TrainingArguments)
     out: dict[str, Any] = {}
     for name, value in given.items():
         for new, old in RENAMED:
             for ours, theirs in ((new, old), (old, new), (f"{new}_kwargs", f"{old}_kwargs")):
                 if name == ours and name not in known:
                     name = theirs
-        if name in OWNED:  # some of them only in other versions
-            check_word(name, value)
         if name not in known:
-            close = difflib.get_close_matches(name, known | {f.name for f in fields(UptrainConfig)}, n=1)
-            raise UsageError(
-                "is neither an option of uptrain nor of transformers.TrainingArguments",
-                where=name,
-                fix=f"did you mean {close[0]}?" if close else None,
+            raise OptionError(
+                name, f"is not known to transformers {transformers.__version__}", "leave it out"
             )
-        out[name] = _typed(hints[name], value, name)
-        check_word(name, out[name])
-    check_together(out)
+        out[name] = list(value) if isinstance(value, tuple) else value
     return out
-
-
-def _typed(hint: Any, value: Any, name: str) -> Any:
-    """A number or switch as its annotation wants it (YAML reads 1e-3 as text); other types as they are."""
-    args = get_args(hint) if get_origin(hint) in (UnionType, Union) else (hint,)
-    kinds = [a for a in args if a is not type(None)]
-    return coerce(hint, value, name) if len(kinds) == 1 and kinds[0] in (bool, int, float) else value
 
 
 def check_device(device: str) -> bool:
@@ -142,7 +122,7 @@ def build_arguments(
     config: UptrainConfig, budget: Budget, folder: Path, hidden_size: int, evaluates: bool
 ) -> TrainingArguments:
     """TrainingArguments of a run: our defaults, then the user's own words over them."""
-    extra = check_training_args(config.training_args)
+    extra = installed_names(config.training_args)
     if extra.get("fsdp") and not is_launched():
         raise UsageError(
             "shards over several processes, and this is one",

@@ -5,21 +5,24 @@ from __future__ import annotations
 import logging
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
 from ..checkpoints.hf_config import is_encoder_decoder, stored_dtype, text_config
 from ..checkpoints.loading import load_model, load_tokenizer, resolve_device
+from ..config import TrainerOptions, UptrainConfig
+from ..config.keywords import TrainModelKeywords, UptrainKeywords
+from ..config.signature import takes_options
 from ..distributed import is_rank_zero
+from ..progress import Progress, reporting
 from .adapters import add_adapter, merge_adapter, train_attention_only, train_text_only
-from .arguments import build_arguments, check_training_args
+from .arguments import build_arguments
 from .batches import BlockOrder, Blocks, Collate, Collator
-from .budget import UptrainConfig
 from .corpus import Corpus, load_corpus
 from .distributed_training import lost_processes, whole_models
 from .model_prep import require_document_masking
@@ -35,23 +38,25 @@ from .train import TrainingRun, memory_advice, summarise, train
 logger = logging.getLogger(__name__)
 
 
-def make_config(model: str, out: str, data: Any, options: dict[str, Any]) -> UptrainConfig:
-    """An `UptrainConfig` from keyword options; what it does not know goes to TrainingArguments, checked."""
-    own = {f.name for f in fields(UptrainConfig)}
-    known = {name: value for name, value in options.items() if name in own}
-    passed = dict(known.pop("training_args", {})) | {n: v for n, v in options.items() if n not in own}
-    check_training_args(passed)
-    if isinstance(known.get("eval_data"), str | Path):
-        known["eval_data"] = (str(known["eval_data"]),)
-    elif known.get("eval_data") is not None:
-        known["eval_data"] = tuple(map(str, known["eval_data"])) or None
-    if known.get("data_weights") is not None:
-        known["data_weights"] = tuple(map(float, known["data_weights"])) or None
-    paths = (str(data),) if isinstance(data, str | Path) else tuple(map(str, data))
-    return UptrainConfig(str(model), str(out), paths, training_args=passed, **known)
+def make_config(model: str, out: str, data: Any, options: Mapping[str, Any]) -> UptrainConfig:
+    """An `UptrainConfig` from keyword options; what is not its own goes to TrainingArguments."""
+    own = {field.name for field in fields(UptrainConfig)}
+    known = {name: value for name, value in options.items() if name in own and name != "training_args"}
+    further = {name: value for name, value in options.items() if name not in own}
+    return UptrainConfig(
+        model, out, data, training_args={**options.get("training_args", {}), **further}, **known
+    )
 
 
-def uptrain(model: str | Path, out: str | Path, data: Any, **options: Any) -> UptrainResult:
+@takes_options(UptrainConfig, TrainerOptions)
+def uptrain(
+    model: str | Path,
+    out: str | Path,
+    data: str | Path | Sequence[str | Path],
+    *,
+    progress: Progress | None = None,
+    **options: Unpack[UptrainKeywords],
+) -> UptrainResult:
     """Continue pretraining a converted checkpoint, by default distilling from the original.
 
     The same call resumes an interrupted run exactly where its last checkpoint was.
@@ -60,7 +65,9 @@ def uptrain(model: str | Path, out: str | Path, data: Any, **options: Any) -> Up
         model: Checkpoint folder or hub id.
         out: Folder of the result, a plain checkpoint like the input.
         data: One path or several, see `data.read_documents`.
-        **options: Fields of `UptrainConfig`; anything else is passed to `transformers.TrainingArguments`.
+        progress: Whom to report to.
+        **options: See `UptrainConfig`, and `TrainerOptions` for what is passed to
+            `transformers.TrainingArguments`.
 
     Returns:
         Budget, losses, speed and output.
@@ -74,9 +81,11 @@ def uptrain(model: str | Path, out: str | Path, data: Any, **options: Any) -> Up
     Example:
         >>> uptrain("llama-gqa8", "llama-gqa8-up", "c4.jsonl", tokens=20_000_000).losses["held_out_end"]
     """
-    return run_uptrain(make_config(str(model), str(out), data, options))
+    with reporting(progress):
+        return run_uptrain(make_config(str(model), str(out), data, options))
 
 
+@takes_options(UptrainConfig, TrainerOptions, without=("model", "out", "data"))
 def train_model(
     model: Any,
     blocks: Blocks,
@@ -85,7 +94,7 @@ def train_model(
     held_out: Blocks | None = None,
     folder: str | Path | None = None,
     collate: Collate | None = None,
-    **options: Any,
+    **options: Unpack[TrainModelKeywords],
 ) -> UptrainResult:
     """The training of `uptrain` on a model in memory and blocks already cut.
 
@@ -96,8 +105,7 @@ def train_model(
         held_out: Held-out ids `[M, T + 1]`.
         folder: Where checkpoints go; None saves none.
         collate: Makes batches: next-token ones by default, a `SpanCollator` for encoder-decoders.
-        **options: Fields of `UptrainConfig` (`tokens` or `alpha`, `batch_tokens`, `learning_rate`, …) and
-            TrainingArguments.
+        **options: As `uptrain` takes them (`tokens` or `alpha`, `batch_tokens`, `learning_rate`, …).
 
     Returns:
         As `uptrain`, without an output.

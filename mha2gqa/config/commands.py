@@ -1,0 +1,207 @@
+"""Options of the smaller commands."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from .coerce import Bytes
+from .option import ADVANCED, CLI, OUTPUT, WHAT, Config, option
+
+Engine = Literal["gguf", "ct2", "onnx"]
+GROUP_FLAGS = ("--groups", "--kv-heads")
+
+
+@dataclass(frozen=True)
+class PlanConfig(Config):
+    """Everything `plan` is asked."""
+
+    source: Any = option(
+        ..., "Checkpoint folder, its config.json, or a Hub id.", WHAT, argument=True, form=str, where=(CLI,)
+    )
+    groups: int | None = option(
+        None,
+        "Key/value heads G of the result.",
+        WHAT,
+        metavar="G",
+        flags=GROUP_FLAGS,
+        where=(CLI,),
+        lenient=True,
+        unset="a quarter of the present number",
+    )
+    as_: str = option(
+        "auto",
+        "Model type to write the result as; none keeps the source's.",
+        WHAT,
+        metavar="TYPE",
+        flags=("--as",),
+        where=(CLI,),
+    )
+    tp: int = option(
+        1, "Tensor-parallel ranks that the result will be served on.", WHAT, where=(CLI,), range=">= 1"
+    )
+    batch: int = option(1, "Sequences decoded at once.", WHAT, where=(CLI,), range=">= 1")
+    context: int | None = option(
+        None,
+        "Tokens per sequence.",
+        WHAT,
+        metavar="TOKENS",
+        where=(CLI,),
+        range="> 0",
+        unset="the model's own",
+    )
+    gpu_memory: Bytes = option(
+        80_000_000_000, "Memory of one device.", ADVANCED, metavar="SIZE", where=(CLI,), range="> 0"
+    )
+    bandwidth: Bytes = option(
+        3_350_000_000_000,
+        "Memory bandwidth of one device, bytes per second.",
+        ADVANCED,
+        metavar="SIZE",
+        where=(CLI,),
+        range="> 0",
+    )
+    revision: str | None = option(
+        None,
+        "Branch, tag or commit of a model on the Hub.",
+        ADVANCED,
+        metavar="REV",
+        where=(CLI,),
+        unset="main",
+    )
+
+
+@dataclass(frozen=True)
+class BenchConfig(Config):
+    """Everything `bench` is asked."""
+
+    models: Any = option(..., "Folders or Hub ids.", WHAT, argument=True, form=tuple[str, ...], where=(CLI,))
+    batch: int = option(1, "Sequences decoded at once.", WHAT, where=(CLI,), range=">= 1")
+    context: int = option(
+        1024,
+        "Tokens that a step attends to, as far as the models reach.",
+        WHAT,
+        metavar="TOKENS",
+        where=(CLI,),
+        range=">= 1",
+    )
+    new_tokens: int = option(
+        64, "Decode steps that are timed.", WHAT, metavar="TOKENS", where=(CLI,), range=">= 1"
+    )
+    dtype: str = option("auto", "Of the weights: auto, float32, bfloat16, …", ADVANCED, where=(CLI,))
+    device: str = option("auto", "Where the models run: auto, cpu, cuda, …", ADVANCED, where=(CLI,))
+    bandwidth: Bytes | None = option(
+        None,
+        "Memory bandwidth of the device, bytes per second.",
+        ADVANCED,
+        metavar="SIZE",
+        where=(CLI,),
+        range="> 0",
+        unset="measured by a copy",
+    )
+    memory: tuple[Bytes, ...] = option(
+        (),
+        "Memory budget, such as 80GB: the largest batch that fits is timed too. Repeatable.",
+        WHAT,
+        metavar="SIZE",
+        where=(CLI,),
+        range="> 0",
+        unset="none",
+    )
+    compile: bool | None = option(None, "Compile the layers.", ADVANCED, where=(CLI,), unset="on a GPU")
+    trust_remote_code: bool = option(False, "Run the models' own code (dangerous).", ADVANCED, where=(CLI,))
+
+
+@dataclass(frozen=True)
+class VerifyConfig(Config):
+    """Everything `verify` is asked."""
+
+    out: Any = option(..., "A converted folder.", WHAT, argument=True, form=str, where=(CLI,))
+    against: Any = option(
+        None,
+        "The original: unchanged tensors must be equal to its own.",
+        WHAT,
+        metavar="SOURCE",
+        form=str | None,
+        where=(CLI,),
+        unset="not compared",
+    )
+    full: bool = option(False, "Read every tensor.", WHAT, where=(CLI,))
+
+
+@dataclass(frozen=True)
+class ExportConfig(Config):
+    """Everything `export` is asked."""
+
+    model: Any = option(..., "Folder of the checkpoint.", WHAT, argument=True, form=str, where=(CLI,))
+    out: Any = option(..., "Folder to make.", WHAT, argument=True, form=str, where=(CLI,))
+    to: Engine = option(
+        ..., "Format of the engine: llama.cpp, CTranslate2 or ONNX Runtime.", WHAT, where=(CLI,)
+    )
+    precision: str | None = option(
+        None,
+        "As the engine's converter names it: f16, q8_0; int8, float16; fp32, int4.",
+        WHAT,
+        metavar="NAME",
+        where=(CLI,),
+        unset="the converter's own",
+    )
+    llama_cpp: Any = option(
+        None,
+        "Sources of llama.cpp with its converter.",
+        ADVANCED,
+        metavar="DIR",
+        form=str | None,
+        where=(CLI,),
+        unset="the folder that LLAMA_CPP names",
+    )
+    pre_tokenizer: str | None = option(
+        None,
+        "How llama.cpp splits text, where it does not know the tokenizer.",
+        ADVANCED,
+        metavar="NAME",
+        where=(CLI,),
+        unset="what its converter finds",
+    )
+    text: Any = option(
+        None,
+        "Text whose first 100 lines both tokenizers must read alike.",
+        ADVANCED,
+        metavar="FILE",
+        form=str | None,
+        where=(CLI,),
+        unset="built in",
+    )
+    force: bool = option(False, "Replace an output that mha2gqa wrote.", OUTPUT, where=(CLI,))
+
+
+@dataclass(frozen=True)
+class PushConfig(Config):
+    """Everything `push` is asked."""
+
+    folder: Any = option(
+        ..., "A converted or uptrained checkpoint.", WHAT, argument=True, form=str, where=(CLI,)
+    )
+    repo: str = option(..., "Repository on the Hub.", WHAT, argument=True, metavar="ORG/NAME", where=(CLI,))
+    private: bool = option(False, "Make a private repository, where there is none yet.", WHAT, where=(CLI,))
+    dry_run: bool = option(False, "Verify, and list what would be uploaded.", WHAT, where=(CLI,))
+    message: str | None = option(
+        None, "Commit message.", WHAT, metavar="TEXT", where=(CLI,), unset="says what mha2gqa did"
+    )
+
+
+@dataclass(frozen=True)
+class DemoConfig(Config):
+    """Everything `demo` is asked."""
+
+    out: Any = option("mha2gqa-demo", "Folder to work in.", OUTPUT, metavar="DIR", form=str, where=(CLI,))
+    groups: int = option(
+        2,
+        "Key/value heads of the result, of 8.",
+        WHAT,
+        metavar="G",
+        flags=GROUP_FLAGS,
+        where=(CLI,),
+        lenient=True,
+    )
+    force: bool = option(False, "Do everything again.", OUTPUT, where=(CLI,))

@@ -1,0 +1,152 @@
+"""Options of `convert`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from .coerce import Bytes
+from .option import ADVANCED, CALIBRATION, CLI, OUTPUT, WHAT, Config, OptionError, option
+from .reconstruct import ReconstructConfig
+
+Method = Literal["mean", "first", "random", "align", "joint"]
+Attention = Literal["self", "cross"]
+
+
+@dataclass(frozen=True)
+class ConvertConfig(Config):
+    """Everything `convert` is asked."""
+
+    source: Any = option(..., "Folder or Hub id of the model.", WHAT, argument=True, form=str, where=(CLI,))
+    out: Any = option(
+        ...,
+        "Folder to make; it appears only when complete and checked.",
+        WHAT,
+        argument=True,
+        form=str,
+        where=(CLI,),
+    )
+    groups: int = option(
+        ...,
+        "Key/value heads G of the result (GQA-G), not the group size.",
+        WHAT,
+        metavar="G",
+        flags=("--groups", "--kv-heads"),
+        lenient=True,
+    )
+    method: Method | None = option(
+        None,
+        "How the heads of a group become one. mean is the GQA paper's recipe.",
+        WHAT,
+        unset="joint with calibration text or statistics, else mean",
+    )
+    calibration: Any = option(
+        (),
+        "Text to calibrate on: file, folder, glob or NAME[:CONFIG[:SPLIT]] of the Hub. Repeatable.",
+        WHAT,
+        metavar="DATA",
+        form=tuple[str, ...],
+        unset="none, which uses the weights only",
+    )
+    as_: str = option(
+        "auto",
+        "Model type to write the result as. auto converts a class that cannot hold fewer KV heads to one that "
+        "computes the same and can; none never does.",
+        WHAT,
+        metavar="TYPE",
+        flags=("--as",),
+    )
+    untie: bool = option(
+        False, "Store the output head as a tensor of its own where it is the embedding.", OUTPUT
+    )
+    attention: tuple[Attention, ...] = option(
+        ("self", "cross"),
+        "Kinds of decoder attention to convert, of those the model has.",
+        WHAT,
+        metavar="KINDS",
+        commas=True,
+    )
+    calibration_tokens: int = option(
+        524_288,
+        "How many tokens of the calibration text to use, held-out ones included.",
+        CALIBRATION,
+        metavar="TOKENS",
+        range=">= 1",
+    )
+    calibration_window: int = option(
+        512, "Tokens of one calibration block.", CALIBRATION, metavar="TOKENS", range=">= 2"
+    )
+    text_column: str = option(
+        "text", "Column of the text in JSONL, Parquet and Hub data.", CALIBRATION, metavar="NAME"
+    )
+    statistics: str | None = option(
+        None,
+        "File of second moments: used if it exists, else written.",
+        CALIBRATION,
+        metavar="FILE",
+        unset="none",
+    )
+    grouping: str | None = option(
+        None,
+        "Which heads share: neighbours, search, or a file of partitions.",
+        CALIBRATION,
+        metavar="NAME|FILE",
+        unset="search for joint and align, else neighbours",
+    )
+    refit: bool | None = option(
+        None,
+        "Closed-form refit of the output projections.",
+        CALIBRATION,
+        unset="on with calibration text",
+    )
+    reconstruct: bool | None = option(
+        None,
+        "Layer-local regression after merging.",
+        CALIBRATION,
+        unset="on with calibration text",
+    )
+    fit: ReconstructConfig | Mapping[str, Any] | None = option(
+        None,
+        "Settings of refit and reconstruct, such as steps=300. `--fit help` lists them.",
+        CALIBRATION,
+        metavar="KEY=VALUE",
+        unset="see --fit help",
+    )
+    max_shard_size: Bytes | None = option(
+        None,
+        "Largest size of one output file, such as 5GB.",
+        OUTPUT,
+        metavar="SIZE",
+        range="> 0",
+        unset="the source's files",
+    )
+    force: bool = option(False, "Replace an output that mha2gqa wrote.", OUTPUT, where=(CLI,))
+    device: Any = option("auto", "Where the model runs: auto, cpu, cuda, cuda:1, …", ADVANCED, form=str)
+    seed: int = option(
+        0,
+        "Seed of everything random: methods that draw numbers, the order of blocks.",
+        ADVANCED,
+        range=">= 0, <= 4294967295",
+    )
+    revision: str | None = option(
+        None, "Branch, tag or commit of a model on the Hub.", ADVANCED, metavar="REV", unset="main"
+    )
+    trust_remote_code: bool = option(False, "Run the model's own code (dangerous).", ADVANCED, where=(CLI,))
+
+    def conflicts(self) -> Iterator[OptionError]:
+        """Stages that need text, and an empty list of attention kinds."""
+        if not self.attention:
+            yield OptionError("attention", "names no kind", "use self, cross or both")
+        if not self.has_text:
+            for name in ("refit", "reconstruct"):
+                if getattr(self, name):
+                    yield OptionError(name, "needs text", "give `calibration`")
+
+    @property
+    def has_text(self) -> bool:
+        """Whether there is text to calibrate on."""
+        return (
+            not (isinstance(self.calibration, tuple) and not self.calibration)
+            and self.calibration is not None
+        )

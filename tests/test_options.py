@@ -1,0 +1,318 @@
+"""One declaration per option: recipes, command line, Python signatures, reference page and schema agree with it."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import subprocess
+import sys
+import typing
+from typing import Any
+
+import click
+import pytest
+
+from mha2gqa.cli import commands
+from mha2gqa.config import (
+    SECTIONS,
+    BenchConfig,
+    Config,
+    ConvertConfig,
+    DemoConfig,
+    EvaluateConfig,
+    ExportConfig,
+    GateConfig,
+    OptionError,
+    PlanConfig,
+    PushConfig,
+    Recipe,
+    ReconstructConfig,
+    TrainerOptions,
+    UptrainConfig,
+    VerifyConfig,
+    declared,
+    generate,
+    keywords,
+    recipe_from_dict,
+)
+from mha2gqa.config.convert import Method
+from mha2gqa.config.evaluate import Protocol
+from mha2gqa.config.option import CLI, RECIPE
+from mha2gqa.config.pairs import fit_help, read_fit
+from mha2gqa.config.recipe import keys
+from mha2gqa.errors import UsageError
+
+ALL = [
+    ConvertConfig,
+    EvaluateConfig,
+    GateConfig,
+    UptrainConfig,
+    ReconstructConfig,
+    TrainerOptions,
+    PlanConfig,
+]
+ALL += [
+    BenchConfig,
+    VerifyConfig,
+    PushConfig,
+    DemoConfig,
+    ExportConfig,
+    Recipe,
+    SECTIONS["report"],
+    SECTIONS["sweep"],
+]
+COMMON = {"help", "json", "verbose", "quiet"}
+# Options that stand in one place only, and why.
+ONLY_TYPED = {"force", "trust_remote_code"}  # of a recipe: `run --force`, and consent at its top
+AGREEMENT = {"against", "agreement"}  # a recipe knows the original: it says whether, not with what
+
+
+def typed(command: str) -> set[str]:
+    """Options of a command, less those of every command."""
+    found = {param.name for param in commands.cli.commands[command].params if isinstance(param, click.Option)}
+    return {str(name) for name in found} - COMMON
+
+
+def names(kind: type[Config], **where: str) -> set[str]:
+    return {
+        item.name
+        for item in declared(kind).values()
+        if not item.option.argument and all(place in item.option.where for place in where.values())
+    }
+
+
+@pytest.mark.parametrize(
+    ("command", "kind", "more", "one_sided"),
+    [
+        ("convert", ConvertConfig, set(), ONLY_TYPED),
+        ("evaluate", EvaluateConfig, names(GateConfig) | {"output"}, ONLY_TYPED | AGREEMENT),
+        ("uptrain", UptrainConfig, {"overrides"}, ONLY_TYPED),
+    ],
+)
+def test_recipe_keys_click_options_and_fields_are_the_same_set(
+    command: str, kind: type[Config], more: set[str], one_sided: set[str]
+) -> None:
+    fields = names(kind)
+    assert typed(command) - more - one_sided == fields - one_sided
+    assert {item.name for item in keys(kind).values()} - one_sided == fields - one_sided
+    assert typed(command) - more == names(kind, where=CLI)
+    assert {item.name for item in keys(kind).values()} == names(kind, where=RECIPE)
+    undeclared = {field.name for field in dataclasses.fields(kind)} - set(declared(kind))
+    assert undeclared == ({"training_args"} if kind is UptrainConfig else set())
+
+
+@pytest.mark.parametrize(
+    ("command", "kind"),
+    [
+        ("plan", PlanConfig),
+        ("bench", BenchConfig),
+        ("verify", VerifyConfig),
+        ("export", ExportConfig),
+        ("push", PushConfig),
+        ("demo", DemoConfig),
+    ],
+)
+def test_smaller_commands_have_the_options_and_defaults_of_their_functions(
+    command: str, kind: type[Config]
+) -> None:
+    import mha2gqa
+    from mha2gqa.commands import bench, demo, export, push
+
+    function = {"bench": bench.bench, "export": export.export, "push": push.push, "demo": demo.demo}.get(
+        command
+    ) or getattr(mha2gqa, command)
+    own = {
+        name: parameter.default
+        for name, parameter in inspect.signature(function).parameters.items()
+        if parameter.annotation != "Progress | None"
+    }
+    assert set(own) == set(declared(kind))
+    assert typed(command) == names(kind)
+    for name, item in declared(kind).items():
+        assert item.default == own[name] or (item.required and own[name] is inspect.Parameter.empty), name
+
+
+@pytest.mark.parametrize(
+    ("function", "kinds", "typed_as", "positional"),
+    [
+        ("convert", (ConvertConfig,), "ConvertKeywords", ["source", "out", "groups"]),
+        ("evaluate", (EvaluateConfig,), "EvaluateKeywords", ["models", "data"]),
+        ("uptrain", (UptrainConfig, TrainerOptions), "UptrainKeywords", ["model", "out", "data"]),
+        ("train_model", (UptrainConfig, TrainerOptions), "TrainModelKeywords", ["model", "blocks"]),
+    ],
+)
+def test_python_signatures_name_every_option(
+    function: str, kinds: tuple[type[Config], ...], typed_as: str, positional: list[str]
+) -> None:
+    import mha2gqa
+
+    call = getattr(mha2gqa, function)
+    parameters = inspect.signature(call).parameters
+    assert list(parameters)[: len(positional)] == positional
+    options = {name: item for kind in kinds for name, item in declared(kind).items() if name != "agreement"}
+    if function == "train_model":
+        options = {name: item for name, item in options.items() if name not in ("out", "data")}
+    assert set(options) <= set(parameters)
+    hints = getattr(keywords, typed_as).__annotations__
+    for name, item in options.items():
+        if name in positional or name in ("model", "teacher"):
+            continue
+        assert (
+            parameters[name].default == item.default
+            and parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
+        )
+        assert name in hints, name
+        assert f"        {name}: {item.option.help}" in (call.__doc__ or "")
+    assert not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    assert "**options" not in (call.__doc__ or "")
+
+
+def test_convert_in_memory_takes_options_of_convert() -> None:
+    from mha2gqa import convert_model
+
+    own = {"model", "groups", "groupings", "progress", "stage"}
+    parameters = inspect.signature(convert_model).parameters
+    for name in set(parameters) - own - {"calibration"}:
+        assert parameters[name].default == declared(ConvertConfig)[name].default, name
+
+
+def test_choices_are_those_of_the_code() -> None:
+    from mha2gqa.evaluation import PROTOCOLS
+    from mha2gqa.merging import MERGERS
+
+    assert set(typing.get_args(Method)) <= set(MERGERS)
+    assert set(typing.get_args(Protocol)) == set(PROTOCOLS)
+
+
+@pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.__name__)
+def test_every_declaration_is_whole(kind: type[Config]) -> None:
+    for name, item in declared(kind).items():
+        assert item.option.help[0].isupper() and item.option.help.endswith((".", "…", "!")), name
+        if not item.required and kind is not TrainerOptions:
+            assert item.default_words() or item.default == "", f"{name}: what happens without it?"
+        if not item.required and item.default not in (None, ()):
+            assert item.read(item.default) == item.default, name
+
+
+def test_generated_files_are_current() -> None:
+    assert generate.KEYWORDS.read_text(encoding="utf-8") == generate.keywords(), "make docs-reference"
+    assert generate.REFERENCE.read_text(encoding="utf-8") == generate.reference(), "make docs-reference"
+
+
+# --- values --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"schedule": "foo"}, "schedule: must be one of cosine, linear, constant, not 'foo'"),
+        ({"unit": "foo"}, "unit: must be one of attention, layer, not 'foo'"),
+        ({"holdout": 1.5}, "holdout: must be > 0 and < 1, not 1.5"),
+        ({"steps": 2.5}, "steps: must be a whole number, not 2.5"),
+        ({"betas": (0.9,)}, r"betas: must be 2 values, not \(0.9,\)"),
+        ({"betas": (0.9, 1.0)}, "betas: must be >= 0 and < 1"),
+    ],
+)
+def test_choices_and_ranges_hold_in_python(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        ReconstructConfig(**values)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({"groups": 2, "metod": "mean"}, r"convert\(\): metod: unknown key; did you mean method\?"),
+        ({"groups": 2, "method": "joins"}, "method: must be one of mean, .*did you mean joint"),
+        ({"groups": 2, "calibration_tokens": 0}, "calibration_tokens: must be >= 1, not 0"),
+        ({"groups": 2, "fit": {"setps": 5}}, "setps"),
+        ({"groups": 2, "fit": {"holdout": 2}}, "holdout: must be > 0 and < 1"),
+        ({"groups": 2, "refit": True}, "refit: needs text; give calibration"),
+        ({"groups": 2, "attention": ()}, "attention: names no kind"),
+    ],
+)
+def test_errors_of_convert_name_the_python_argument(words: dict[str, Any], message: str) -> None:
+    from mha2gqa import convert
+
+    with pytest.raises(UsageError, match=message):
+        convert("a", "b", **words)
+
+
+def test_one_text_is_a_list_of_one() -> None:
+    assert ConvertConfig("a", "b", 2, calibration="text.jsonl").calibration == ("text.jsonl",)
+    assert EvaluateConfig("a", "text.jsonl").data == ("text.jsonl",)
+    assert ConvertConfig("a", "b", 2, max_shard_size="5GB").max_shard_size == 5_000_000_000
+    fit = ConvertConfig("a", "b", 2, fit={"steps": "2k"}).fit
+    assert fit == ReconstructConfig(steps=2000)
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [
+        ["steps=2000 patience=12"],
+        ["steps=2000,patience=12"],
+        ["steps=2k", "patience=12"],
+        ["steps=2000, patience=12"],
+    ],
+)
+def test_several_pairs_of_fit_may_stand_in_one_argument(texts: list[str]) -> None:
+    assert read_fit(texts) == ReconstructConfig(steps=2000, patience=12)
+
+
+def test_pairs_of_fit_with_lists() -> None:
+    assert read_fit(["betas=[0.9, 0.95] steps=5"]) == ReconstructConfig(betas=(0.9, 0.95), steps=5)
+    assert read_fit([]) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("holdout=1.5", "--fit holdout=1.5: must be > 0 and < 1"),
+        ("hold=1", "--fit: hold: unknown key; did you mean holdout?"),
+        ("steps", "--fit steps: is not KEY=VALUE"),
+        ("steps=[", "--fit steps=[: is not YAML"),
+        ("learning_rate=" + "1" * 400, "must be at most 1e18"),
+        ("steps=" + "1" * 5000, "is not YAML"),
+        ("steps=.inf", "--fit steps=.inf: must be a whole number"),
+        ("average=0.5", "--fit average=0.5: was removed"),
+    ],
+)
+def test_errors_of_fit_name_what_was_typed(text: str, message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        read_fit([text])
+    assert message in str(caught.value) and len(str(caught.value)) <= 400
+
+
+def test_options_of_earlier_versions_are_accepted_where_they_say_what_is_done_now() -> None:
+    assert read_fit(["average=0 steps=5 weighting=plain"]) == ReconstructConfig(steps=5)
+    old = {"convert": {"groups": 2, "fit": {"refit_inputs": False, "steps": 5}}}
+    assert dict(recipe_from_dict(old).convert.fit) == {"steps": 5}
+    old["convert"]["fit"]["refit_inputs"] = True  # type: ignore[index]
+    with pytest.raises(UsageError, match=r"recipe: convert.fit.refit_inputs: was removed"):
+        recipe_from_dict(old)
+
+
+def test_fit_help_lists_every_key_with_default_and_range() -> None:
+    lines = fit_help().splitlines()
+    assert [line.split()[0] for line in lines] == list(keys(ReconstructConfig))
+    assert "number > 0 and < 1; default: 0.05" in next(line for line in lines if line.startswith("holdout"))
+
+
+def test_importing_the_declarations_imports_nothing_heavy() -> None:
+    code = (
+        "import sys, mha2gqa.config, mha2gqa.config.generate, mha2gqa.config.pairs\n"
+        "assert not {'torch', 'transformers', 'numpy', 'yaml', 'pydantic', 'click'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_recipe_may_hold_every_key() -> None:
+    data = {
+        "convert": {
+            "groups": 2,
+            "fit": {name: item.default for name, item in keys(ReconstructConfig).items()},
+        },
+        "report": {
+            name: item.default for name, item in keys(SECTIONS["report"]).items() if item.default is not None
+        },
+    }
+    assert recipe_from_dict(recipe_from_dict(data).to_dict()) == recipe_from_dict(data)

@@ -7,7 +7,7 @@ JOBS ?= 2
 export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: demo test lint format docs pages faults archs oracles bench engines engines-vllm clean
+.PHONY: demo test lint docs-reference format docs pages faults archs oracles bench engines engines-vllm clean
 
 $(VENV)/.installed: pyproject.toml constraints-cpu.txt
 	$(PYTHON) -m venv $(VENV)
@@ -26,6 +26,10 @@ lint: $(VENV)/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python tools/check_links.py
+
+# The page of options and the types of keyword arguments, from the declarations in mha2gqa/config/.
+docs-reference: $(VENV)/.installed
+	$(BIN)/python -m mha2gqa.config.generate
 
 format: $(VENV)/.installed
 	$(BIN)/ruff check --fix .

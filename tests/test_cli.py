@@ -23,6 +23,7 @@ from mha2gqa.errors import GateError, TrainingError
 COMMANDS = [
     "archs",
     "bench",
+    "completion",
     "convert",
     "demo",
     "env",
@@ -30,6 +31,7 @@ COMMANDS = [
     "export",
     "plan",
     "push",
+    "recipes",
     "run",
     "sweep",
     "uptrain",
@@ -111,8 +113,126 @@ def test_every_command_has_help(run: Run) -> None:
     for name in COMMANDS:
         assert f"│ {name} " in listing
         _, text, _ = run(name, "--help", code=0)
-        assert "--json" in text and "--verbose" in text and f"mha2gqa {name} " in text.split("Example")[1]
+        assert f"mha2gqa {name}" in text.split("Example")[1]
+        assert ("--json" in text and "--verbose" in text) or name == "completion"
     assert sorted(commands.cli.commands) == COMMANDS
+
+
+def test_without_a_command_the_help_is_shown(run: Run) -> None:
+    _, out, err = run(code=2)
+    assert "Usage: mha2gqa" in out + err and "╭─ Steps " in out + err and "error" not in out + err
+
+
+@pytest.mark.parametrize(
+    ("command", "first", "panels"),
+    [
+        ("convert", ["--groups", "--method", "--calibration"], ["What", "Calibration", "Output", "Advanced"]),
+        ("evaluate", ["--data", "--protocol", "--against"], ["What", "Output", "Gates", "Advanced"]),
+        ("uptrain", ["--data", "--alpha", "--original-tokens"], ["What", "Teacher", "Training", "Output"]),
+    ],
+)
+def test_help_shows_what_matters_first_in_panels_and_every_default(
+    run: Run, command: str, first: list[str], panels: list[str]
+) -> None:
+    _, text, _ = run(command, "--help", code=0)
+    places = [text.index(f"─ {panel} ─") for panel in panels]
+    assert places == sorted(places)
+    assert re.findall(r"│ \*? *(--[a-z-]+)", text)[:3] == first
+    shown = " ".join(re.sub(r"[│╭╮╰╯─]", " ", text).split())
+    options = [p for p in commands.cli.commands[command].params if isinstance(p, click.Option)]
+    for option in options:
+        if option.name not in ("help", "json", "verbose", "quiet") and not option.required:
+            assert "default: " in (option.help or ""), option.name
+    assert "[default: joint with" in shown or command != "convert"
+    assert "One of --alpha and --tokens is required." in shown or command != "uptrain"
+
+
+def test_fit_help_needs_nothing_else(run: Run) -> None:
+    _, out, _ = run("convert", "--fit", "help", code=0)
+    assert "holdout" in out and "> 0 and < 1" in out
+
+
+def test_recipes_are_listed_and_copied(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    listed = json.loads(run("recipes", "--json", code=0)[1])["recipes"]
+    top = Path(__file__).parents[1] / "recipes"
+    assert [row["name"] for row in listed] == sorted(path.stem for path in top.glob("*.yaml"))
+    assert "mha2gqa recipes copy" in run("recipes", code=0)[1]
+    run("recipes", "copy", "tiny", code=0)
+    assert (tmp_path / "tiny.yaml").read_text() == (top / "tiny.yaml").read_text()
+    assert "exists already" in run("recipes", "copy", "tiny", code=2)[2]
+    run("recipes", "copy", "tiny", "--force", code=0)
+    assert "choose one of" in run("recipes", "copy", "nosuch", code=2)[2]
+    assert json.loads(run("recipes", "schema", code=0)[1])["title"] == "mha2gqa recipe"
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_scripts(run: Run, shell: str) -> None:
+    assert "_MHA2GQA_COMPLETE" in run("completion", shell, code=0)[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("mha2gqa ev", "evaluate"),
+        ("mha2gqa convert --met", "--method"),
+        ("mha2gqa convert --method jo", "joint"),
+    ],
+)
+def test_the_shell_completes(words: str, expected: str) -> None:
+    env = os.environ | {
+        "_MHA2GQA_COMPLETE": "bash_complete",
+        "COMP_WORDS": words,
+        "COMP_CWORD": str(words.count(" ")),
+    }
+    code = "from mha2gqa.cli.commands import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+    assert f"plain,{expected}" in done.stdout.splitlines(), done
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("./nosuch", "./nosuch: no such folder"),
+        ("nosuch/", "no such folder"),
+        ("a/b/c", "no such folder"),
+        ("../x.safetensors", "no such folder"),
+        ("nosuch", "neither a local folder nor a Hub model in the cache, and HF_HUB_OFFLINE is set"),
+        ("org/nosuch", "HF_HUB_OFFLINE is set"),
+    ],
+)
+@pytest.mark.parametrize("command", ["plan {}", "convert {} out --groups 2"])
+def test_what_looks_like_a_path_is_judged_as_one(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, source: str, words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert words in run(*command.format(source).split(), code=1)[2]
+
+
+def test_without_a_network_that_is_said_after_one_try(monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    from mha2gqa.checkpoints import hub
+    from mha2gqa.errors import CheckpointError
+
+    tries: list[object] = []
+
+    def refuse(place: object, timeout: float) -> None:
+        tries.append(place)
+        raise OSError("no route")
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(hub.socket, "create_connection", refuse)
+    for name in hub._PROXIES:
+        monkeypatch.delenv(name, raising=False)
+    hub.reachable.cache_clear()
+    try:
+        for _ in range(2):
+            with pytest.raises(CheckpointError, match="the Hub cannot be reached"):
+                hub.check_hub_name("org/nosuch")
+    finally:
+        hub.reachable.cache_clear()
+    assert tries == [("huggingface.co", 443)]
 
 
 def test_plan_json_is_one_object(run: Run, pico: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 import subprocess
 import sys
 import typing
@@ -12,6 +13,7 @@ from typing import Any
 import click
 import pytest
 
+from mha2gqa.assets import recipe_paths
 from mha2gqa.cli import commands
 from mha2gqa.config import (
     SECTIONS,
@@ -40,6 +42,8 @@ from mha2gqa.config.evaluate import Protocol
 from mha2gqa.config.option import CLI, RECIPE
 from mha2gqa.config.pairs import fit_help, read_fit
 from mha2gqa.config.recipe import keys
+from mha2gqa.config.schema import recipe_schema
+from mha2gqa.config.yaml_text import parse
 from mha2gqa.errors import UsageError
 
 ALL = [
@@ -303,6 +307,65 @@ def test_importing_the_declarations_imports_nothing_heavy() -> None:
         "assert not {'torch', 'transformers', 'numpy', 'yaml', 'pydantic', 'click'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# --- JSON schema ---------------------------------------------------------------------------------------
+
+
+def fits(value: Any, schema: dict[str, Any]) -> bool:
+    """The part of JSON schema that ours uses."""
+    if "anyOf" in schema:
+        return any(fits(value, part) for part in schema["anyOf"])
+    if "enum" in schema:
+        return value in schema["enum"]
+    kinds = {"string": str, "boolean": bool, "null": type(None), "object": dict, "array": list}
+    allowed = [schema["type"]] if isinstance(schema.get("type"), str) else schema.get("type", [])
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if number and ("number" in allowed or ("integer" in allowed and value == int(value))):
+        low, high = schema.get("minimum", -math.inf), schema.get("maximum", math.inf)
+        inside = schema.get("exclusiveMinimum", -math.inf) < value < schema.get("exclusiveMaximum", math.inf)
+        return low <= value <= high and inside
+    if not any(isinstance(value, kinds[kind]) for kind in allowed if kind in kinds):
+        return False
+    if isinstance(value, dict):
+        known = schema.get("properties", {})
+        closed = schema.get("additionalProperties", True) is False
+        return all(fits(item, known[key]) if key in known else not closed for key, item in value.items())
+    return not isinstance(value, list) or all(fits(item, schema["items"]) for item in value)
+
+
+@pytest.mark.parametrize("name", recipe_paths())
+def test_shipped_recipes_fit_the_schema(name: str) -> None:
+    data, _ = parse(recipe_paths()[name].read_text(encoding="utf-8"))
+    assert fits(data, recipe_schema())
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"convert": {"gruops": 2}},
+        {"convert": {"method": "joins"}},
+        {"convert": {"fit": {"holdout": 1.5}}},
+        {"uptrain": {"max_steps": 3}},
+        {"uptrain": {"adam_beta1": 2}},
+        {"report": {"batch": 0}},
+        {"sweep": {"groups": [True]}},
+        {"evalute": {}},
+    ],
+    ids=str,
+)
+def test_the_schema_and_the_reader_refuse_the_same(wrong: dict[str, Any]) -> None:
+    assert not fits(wrong, recipe_schema())
+    with pytest.raises(UsageError):
+        recipe_from_dict(wrong)
+
+
+def test_the_schema_knows_every_key() -> None:
+    properties = recipe_schema()["properties"]
+    assert set(properties) == {*keys(Recipe), *SECTIONS}
+    for name, kind in SECTIONS.items():
+        further = {*declared(TrainerOptions), "training_args"} if name == "uptrain" else set()
+        assert set(properties[name]["properties"]) == {*keys(kind), *further}
 
 
 def test_a_recipe_may_hold_every_key() -> None:

@@ -1,4 +1,4 @@
-"""The embedded tiny model, and the text it was trained on and is judged by."""
+"""The embedded tiny model, the text it was trained on and is judged by, and recipes."""
 
 from __future__ import annotations
 
@@ -30,6 +30,11 @@ def tiny_model_path() -> Path:
 def heldout_path() -> Path:
     """The embedded held-out text: JSONL, one standard-library file a line, never trained on."""
     return tiny_model_path() / "heldout.jsonl"
+
+
+def recipe_paths() -> dict[str, Path]:
+    """The recipes that come along, by name."""
+    return {path.stem: path for path in sorted((Path(__file__).parent / "recipes").glob("*.yaml"))}
 
 
 def is_heldout(source: str) -> bool:

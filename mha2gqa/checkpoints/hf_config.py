@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import CheckpointError, hub_refusals, quoted, reason
 from ..modeling import PREFIX
 from .dtypes import COMPUTED, Dtype, named_dtype, torch_dtype
+from .hub import check_hub_name
 from .json_files import RESTORE, read_json
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ def _absurd(node: Any, depth: int = 0) -> str | None:
 
 
 def _hub_file(repo: str, name: str, revision: str | None) -> Path:
+    check_hub_name(repo)
     from huggingface_hub import hf_hub_download
 
     try:

@@ -13,6 +13,7 @@ from ..errors import CheckpointError, hub_refusals, listed, reason
 from .bin_file import BinFile
 from .folder import BIN_INDEX, BIN_SINGLE, INDEX, SINGLE, check_model_folder, find_weights
 from .hf_config import read_config_json
+from .hub import check_hub_name
 from .safetensors_file import TensorInfo, check_distinct, read_header
 from .source_file import SourceFile
 
@@ -163,10 +164,11 @@ def open_checkpoint(source: str | Path, revision: str | None = None) -> Checkpoi
     path = Path(source)
     if path.is_dir():
         return Checkpoint(path)
-    if path.exists() or str(source).count("/") != 1 or str(source).startswith((".", "/", "~")):
+    if path.exists():
         raise CheckpointError(
-            "no such folder", where=source, fix="give a checkpoint folder or a hub id ORG/NAME"
+            "is no folder", where=source, fix="give a checkpoint folder or a Hub id ORG/NAME"
         )
+    check_hub_name(source)
     from huggingface_hub import snapshot_download
 
     try:

@@ -24,12 +24,14 @@ from ..config import (
     VerifyConfig,
     declared,
 )
+from ..config.evaluate import OutputConfig
 from ..config.pairs import read_fit, read_sets
 from ..errors import UsageError
 from .exit_codes import run_command
 from .options import common, takes
 from .output import check_output, emit, write_json
 from .progress import shown_progress
+from .recipes import completion, recipes
 
 MAIN, JOBS, OTHER = "Steps", "Whole jobs", "More"
 
@@ -41,7 +43,7 @@ click.rich_click.OPTIONS_PANEL_TITLE = "Common"
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.command_panel(MAIN, commands=["plan", "convert", "evaluate", "uptrain", "verify"])
-@click.command_panel(JOBS, commands=["demo", "run", "sweep"])
+@click.command_panel(JOBS, commands=["demo", "run", "sweep", "recipes"])
 @click.command_panel(OTHER)
 @click.version_option(__version__, message="mha2gqa %(version)s")
 @common
@@ -104,10 +106,7 @@ def convert(**given: Any) -> None:
 
 
 @cli.command()
-@takes(EvaluateConfig, GateConfig)
-@click.option(
-    "--output", metavar="FILE", help="Also write the JSON to a file. [default: none]", panel="Output"
-)
+@takes(EvaluateConfig, OutputConfig, GateConfig)
 @common
 def evaluate(**given: Any) -> None:
     """Score models on the same held-out tokens: loss, perplexity, bits per byte, KV bytes.
@@ -356,6 +355,10 @@ def env() -> None:
     from ..commands.env import environment
 
     emit(environment())
+
+
+cli.add_command(recipes)
+cli.add_command(completion)
 
 
 def main() -> None:

@@ -17,14 +17,21 @@ if TYPE_CHECKING:
     from ..results import Result
 
 
-def emit(result: Result | dict[str, Any]) -> None:
-    """Print a result: one JSON object with `--json`, else its rendering for people."""
+def emit(result: Result | dict[str, Any], text: str | None = None) -> None:
+    """Print a result: one JSON object with `--json`, else its rendering for people.
+
+    Args:
+        result: The result, or its JSON data.
+        text: The rendering, where it is a few plain lines.
+    """
     data = result if isinstance(result, dict) else result.to_dict()
     if not is_rank_zero():
         return
     state()["emitted"] = 1
     if state().get("json"):
         click.echo(json.dumps(data, ensure_ascii=False))
+    elif text is not None:
+        click.echo(text)
     else:
         from ..report.terminal import show
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from .option import ADVANCED, CLI, GATES, PAIRS, RECIPE, WHAT, Config, option
+from .option import ADVANCED, CLI, GATES, OUTPUT, PAIRS, RECIPE, WHAT, Config, option
 
 Protocol = Literal["blocks", "window", "wikitext2", "rolling", "span-corruption", "pairs"]
 Metric = Literal["auto", "wer", "cer", "bleu", "chrf", "exact_match"]
@@ -127,6 +127,15 @@ class EvaluateConfig(Config):
     )
     max_examples: int | None = option(None, "Read at most this many pairs.", PAIRS, range=">= 1", unset="all")
     trust_remote_code: bool = option(False, "Run the models' own code (dangerous).", where=(CLI,))
+
+
+@dataclass(frozen=True)
+class OutputConfig(Config):
+    """Where the command line writes the result of an evaluation, besides to stdout."""
+
+    output: str | None = option(
+        None, "Also write the JSON to a file.", OUTPUT, metavar="FILE", where=(CLI,), unset="none"
+    )
 
 
 @dataclass(frozen=True)

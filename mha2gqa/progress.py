@@ -84,12 +84,12 @@ class Progress:
             self.advance(done)
 
     @contextmanager
-    def part(self, name: str, number: int, count: int) -> Iterator[None]:
-        """A job inside this one: part `number` (from 1) of `count`, with stages of its own.
+    def part(self, name: str, number: int = 0, count: int = 0) -> Iterator[None]:
+        """A job inside this one, with stages of its own.
 
         Args:
             name: Of the part.
-            number, count: Which part of how many.
+            number, count: Which part (from 1) of how many; 0 where that is not known.
         """
         outer, self._announced = self._announced, ()
         self._parts.append((name, number, count))
@@ -109,7 +109,7 @@ class Progress:
 
     def place(self) -> str:
         """Where the job is: `convert 1/4: fitting (2 of 3)`."""
-        parts = "".join(f"{name} {number}/{count}: " for name, number, count in self._parts)
+        parts = "".join(f"{name} {n}/{of}: " if of else f"{name}: " for name, n, of in self._parts)
         if self.name in self._announced:
             return f"{parts}{self.name} ({self._announced.index(self.name) + 1} of {len(self._announced)})"
         return f"{parts}{self.name}"
@@ -145,6 +145,8 @@ class Progress:
         if self.name in self._announced:
             inner = (self._announced.index(self.name) + (inner or 0.0)) / len(self._announced)
         for _, number, count in reversed(self._parts):
+            if not count:
+                continue
             inner = (number - 1 + (inner or 0.0)) / count
         return inner
 

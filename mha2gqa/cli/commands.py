@@ -69,9 +69,10 @@ def plan(**given: Any) -> None:
     Example:
       mha2gqa plan meta-llama/Llama-2-7b-hf --groups 8 --batch 16 --context 4096
     """
-    with shown_progress("plan"):
+    with shown_progress("plan") as progress:
         from ..commands.estimate import plan as call
 
+        progress.stage("reading headers")
         result = call(**given)
     emit(result)
 
@@ -248,10 +249,11 @@ def verify(**given: Any) -> None:
     """
     from ..errors import CheckpointError
 
-    with shown_progress("verify"):
+    with shown_progress("verify") as progress:
         from ..verification.checks import failed
         from ..verification.checks import verify as call
 
+        progress.stage("checking")
         result = call(**given)
     emit(result)
     if broken := failed(result.checks):
@@ -285,9 +287,10 @@ def bench(**given: Any) -> None:
     Example:
       mha2gqa bench ORIGINAL CONVERTED --batch 16 --context 4096
     """
-    with shown_progress("bench"):
+    with shown_progress("bench") as progress:
         from ..commands.bench import bench as call
 
+        progress.stage("timing")
         result = call(**given)
     emit(result)
 

@@ -157,6 +157,7 @@ class Job:
 
     def run(self) -> RunResult:
         """All stages, then the report and the gate."""
+        self.records.expected = 2 if self.recipe.uptrain is None else 4
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / "recipe.yaml").write_text(self.recipe.to_yaml(), encoding="utf-8")
         outcome = Outcome(self.recipe, self.source, convert=self.convert())

@@ -14,6 +14,7 @@ from ..checkpoints.atomic import replacing
 from ..checkpoints.fingerprints import source_fingerprint
 from ..distributed import is_rank_zero
 from ..errors import UsageError
+from ..progress import current
 from ..uptraining.run_dir import changed_keys
 
 logger = logging.getLogger(__name__)
@@ -28,11 +29,13 @@ class StageRecords:
         folder: Where the files are.
         force: Do stages again whose inputs have changed, replacing their checkpoints.
         stages: What this run did, for the result.
+        expected: How many stages there will be, for progress; 0 where that is not known.
     """
 
     folder: Path
     force: bool = False
     stages: list[dict[str, Any]] = field(default_factory=list)
+    expected: int = 0
 
     def stage(
         self,
@@ -75,7 +78,9 @@ class StageRecords:
             replace = self.force or (begun is not None and begun["inputs"] == inputs)
             if is_rank_zero():
                 self._write(f"{name}.begun", inputs, {}, None)
-            result = work(replace)
+            with current().part(name, len(self.stages) + 1, self.expected):
+                current().stage("starting")
+                result = work(replace)
             if is_rank_zero():
                 self._write(name, inputs, result, product)
                 self._path(f"{name}.begun").unlink()

@@ -14,6 +14,7 @@ from ..checkpoints.hf_config import load_config_json
 from ..config import Recipe
 from ..config.convert import Method
 from ..errors import UsageError
+from ..progress import current
 from ..report import write_pictures, write_report
 from ..results import Result
 from .builtin import resolve_model
@@ -147,7 +148,10 @@ class _Sweep:
         first = base.evaluate("evaluate", {"original": source})
         self._collect("original", base.records)
         original = first["models"][0] | self._speed(base, "original", source)
-        rows = [original, *(self._cell(cell, first) for cell in self.cells)]
+        rows = [original]
+        for number, cell in enumerate(self.cells, 1):
+            with current().part(cell.label, number, len(self.cells)):
+                rows.append(self._cell(cell, first))
         outcome = Outcome(self.recipe, source, trained=self.trained, evaluations=[first | {"models": rows}])
         named = self.recipe.report.title or sweep_title(self.recipe, rows)
         report = replace(build_report(outcome, command(), frontier(rows)), models=rows, title=named)

@@ -18,6 +18,7 @@ from ..data import Document, cut_blocks, encode_documents, held_out, read_record
 from ..data.chat import encode_chats
 from ..distributed import is_rank_zero
 from ..errors import CheckpointError, DataError, UsageError, reason
+from ..progress import current
 from .batches import BlockOrder, Blocks, BlockStream, Collate, Collator, Mixture, save_blocks, share_out
 from .budget import Budget, UptrainConfig
 from .run_dir import check_sources
@@ -228,6 +229,7 @@ def load_corpus(
         DataError: There is no training text, less than one block of it, or another model's tokenizer.
         UsageError: The data is of a kind that the options do not fit, or a file of a stream has changed.
     """
+    current().stage("reading text")
     warnings = check_sources(config, folder, is_rank_zero())
     with _blaming_eval_data(config.eval_data is not None):
         texts = Texts(config)

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import TrainerCallback
 
 from ..distributed import world_size
 from ..errors import DataError, TrainingError
+from ..progress import current
 from .batches import BlockStream
 from .budget import Budget, UptrainConfig
 from .corpus import Corpus
@@ -163,11 +165,32 @@ def _warn_of_passes(run: PreparedRun, corpus: Corpus) -> None:
         run.warn(f"the data ended early: {end.turn} whole passes over it, then again from its beginning")
 
 
+class StepProgress(TrainerCallback):
+    """Reports every step, with the last loss that was logged."""
+
+    def __init__(self) -> None:
+        self.note = ""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Begin the stage where the run begins or goes on."""
+        current().stage("training", state.max_steps, "steps", state.global_step)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Keep the loss."""
+        if "loss" in (logs or {}):
+            self.note = f"loss {logs['loss']:.4f}"
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Report a step."""
+        current().advance(state.global_step, self.note)
+
+
 def _fit(trainer: UptrainTrainer, checkpoint: Path | None) -> tuple[float | None, float | None]:
     """Train; held-out loss before and after."""
     scored = trainer.corpus.held_out is not None
     trainer.args.eval_on_start = scored and checkpoint is None
     trainer.meter.reset(trainer.meter.tokens)
+    trainer.add_callback(StepProgress())
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     trainer.settle()
     history: list[dict[str, Any]] = trainer.state.log_history

@@ -102,18 +102,6 @@ def test_config_differs_only_in_the_key(pico: Path, tmp_path: Path) -> None:
     assert any("absent" in warning for warning in result.warnings)
 
 
-def test_side_files_are_copied_byte_for_byte(pico: Path, tmp_path: Path) -> None:
-    (pico / "chat_template.jinja").write_bytes(b"{{ x }}\r\n\xff")
-    (pico / "README.md").write_text("mine")
-    (pico / "nested").mkdir()
-    (pico / "nested" / "extra.txt").write_text("n")
-    (pico / "consolidated.00.pth").write_bytes(b"weights")
-    convert(pico, tmp_path / "out", 2)
-    for name in ("chat_template.jinja", "README.md", "generation_config.json", "nested/extra.txt"):
-        assert (tmp_path / "out" / name).read_bytes() == (pico / name).read_bytes()
-    assert not (tmp_path / "out" / "consolidated.00.pth").exists()
-
-
 def test_shards_keep_their_names_and_the_index_is_right(tmp_path: Path) -> None:
     pico_llama().save_pretrained(tmp_path / "mha", max_shard_size="10KB")
     convert(tmp_path / "mha", tmp_path / "out", 2)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,9 +11,11 @@ import torch
 from torch import Tensor
 
 from ..checkpoints.atomic import write_text
+from ..checkpoints.output import check_space, partial_folder, remove_leftovers
 from ..checkpoints.reader import Checkpoint, TensorInfo, open_checkpoint
+from ..checkpoints.side_files import copy_side_files, find_side_files
 from ..checkpoints.source_file import SourceFile
-from ..checkpoints.writer import check_space, copy_side_files, plan_shards, write_shards
+from ..checkpoints.writer import plan_shards, write_shards
 from ..errors import CheckpointError
 from .routes import plan
 from .tensor_map import ArchConversion, TensorMap, copied
@@ -116,19 +116,15 @@ def written(checkpoint: Checkpoint, beside: Path, trust_remote_code: bool = Fals
         yield checkpoint
         return
     check_space(beside, 2 * checkpoint.nbytes)
-    beside.parent.mkdir(parents=True, exist_ok=True)
-    target = checkpoint.found.target_type
-    folder = Path(tempfile.mkdtemp(prefix=f"{beside.name}.partial-{target}-", dir=beside.parent))
-    try:
+    remove_leftovers(beside)
+    with partial_folder(beside, checkpoint.found.target_type) as folder:
         write(checkpoint, folder, trust_remote_code)
         yield open_checkpoint(folder)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def write(checkpoint: ArchConvertedCheckpoint, folder: Path, trust_remote_code: bool = False) -> None:
     """Write a re-expressed checkpoint into an existing folder, tensor by tensor."""
     write_shards(checkpoint, plan_shards(checkpoint, {}), folder)
-    copy_side_files(checkpoint, folder)
+    copy_side_files(find_side_files(checkpoint.path, checkpoint.source.config), folder)
     write_text(folder / "config.json", json.dumps(checkpoint.config, indent=2, ensure_ascii=False) + "\n")
     carry_tokenizer(checkpoint.path, folder, trust_remote_code)

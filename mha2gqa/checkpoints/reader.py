@@ -14,6 +14,7 @@ from .bin_file import BinFile
 from .folder import BIN_INDEX, BIN_SINGLE, INDEX, SINGLE, check_model_folder, find_weights
 from .hf_config import read_config_json
 from .hub import check_hub_name
+from .manifest import MANIFEST
 from .safetensors_file import TensorInfo, check_distinct, read_header
 from .source_file import SourceFile
 
@@ -28,21 +29,6 @@ __all__ = [
     "edit_config",
     "open_checkpoint",
 ]
-
-MANIFEST = "mha2gqa.json"
-_WEIGHT_SUFFIXES = (
-    ".safetensors",
-    ".bin",
-    ".pt",
-    ".pth",
-    ".ckpt",
-    ".gguf",
-    ".h5",
-    ".msgpack",
-    ".onnx",
-    ".tflite",
-)
-_WEIGHT_FOLDERS = ("original", "onnx", "openvino", "coreml")
 
 
 class Checkpoint:
@@ -135,20 +121,6 @@ class Checkpoint:
         """
         for file in (*self._texts, *self._sources.values()):
             file.check_unchanged()
-
-    def side_files(self) -> list[Path]:
-        """Everything that is neither a weight nor ours, relative to the folder, sorted."""
-        found = []
-        for path in sorted(self.path.rglob("*")):
-            relative = path.relative_to(self.path)
-            folders = relative.parts[:-1]
-            if not path.is_file() or any(part.startswith(".") or part in _WEIGHT_FOLDERS for part in folders):
-                continue
-            if path.name.endswith(_WEIGHT_SUFFIXES) or path.name.endswith(".index.json"):
-                continue
-            if relative.parts[0] not in ("config.json", MANIFEST) and not path.name.startswith("."):
-                found.append(relative)
-        return found
 
 
 def open_checkpoint(source: str | Path, revision: str | None = None) -> Checkpoint:

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, quoted
 from .dtypes import torch_dtype
 
 _FIX = "let nothing write to the source while it is read, and run again"
@@ -44,6 +44,7 @@ class SourceFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        _refuse_system(path)
         try:
             handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # a pipe must not hold us up
         except FileNotFoundError as error:
@@ -129,3 +130,18 @@ class SourceFile:
             same = all(hashlib.sha256(d).digest() == self._seen[place] for place, d in buffers.items())
         if not same:
             raise CheckpointError("changed while it was read", where=self.path, fix=_FIX)
+
+
+def _refuse_system(path: Path) -> None:
+    """Refuse a link into what the system shows of itself.
+
+    Raises:
+        CheckpointError: It leads to /proc, /sys or /dev (but for memory that serves as a disk).
+    """
+    try:
+        target = path.resolve()
+    except (OSError, RuntimeError, ValueError) as error:  # links in a circle, among others
+        raise CheckpointError(f"cannot be read ({error})", where=path, fix="check the path") from error
+    parts = target.parts[1:3]
+    if parts[:1] in (("proc",), ("sys",), ("dev",)) and parts != ("dev", "shm"):
+        raise CheckpointError(f"a link to {quoted(str(target))}", where=path, fix="download the file again")

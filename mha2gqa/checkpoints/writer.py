@@ -1,18 +1,14 @@
-"""Write a checkpoint folder: whole or not at all, unchanged tensors as bytes.
-
-A tensor that does not change is copied as bytes; the folder appears under its name only when complete.
-"""
+"""Write the weight files of a checkpoint: unchanged tensors as bytes, new ones when their turn comes."""
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
 import struct
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Lock
@@ -21,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import CheckpointError, UsageError
-from .atomic import sync_file, sync_folder, write_text
+from ..errors import CheckpointError
+from .atomic import sync_file, write_text
 from .dtypes import stored_dtype_bits, stored_name, stored_nbytes
 from .finite import all_finite, stored_finite
 from .ignored_keys import without_ignored
-from .reader import INDEX, MANIFEST, SINGLE, Checkpoint, TensorInfo
+from .reader import INDEX, SINGLE, Checkpoint, TensorInfo
 from .source_file import SourceFile
 
 _ALIGNMENT = 8  # of the header, as safetensors asks
@@ -304,92 +300,3 @@ def _bytes_of(checkpoint: Checkpoint, name: str, entry: TensorInfo | NewTensor) 
             fix="check that tensor in the source; fp16 sources can overflow, try bf16 or fp32",
         )
     return flat.data, finite
-
-
-def copy_side_files(checkpoint: Checkpoint, out: Path) -> list[str]:
-    """Copy everything that is no weight, byte for byte; returns the names."""
-    names = checkpoint.side_files()
-    for name in names:
-        (out / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(checkpoint.path / name, out / name)
-    return [str(name) for name in names]
-
-
-def check_output(source: Path | None, out: Path, force: bool) -> None:
-    """Refuse an output folder that would lose or shadow something, before any work.
-
-    Raises:
-        UsageError: OUT is not empty (and not ours under `--force`), or lies inside SOURCE or around it.
-    """
-    where = out.resolve()
-    if source is not None:
-        root = source.resolve()
-        if where == root or root in where.parents:
-            raise UsageError("lies inside SOURCE", where=out, fix="choose another output folder")
-        if where in root.parents:
-            raise UsageError("contains SOURCE", where=out, fix="choose another output folder")
-    if out.is_file():
-        raise UsageError("is a file", where=out, fix="choose another output folder")
-    if out.is_dir() and any(out.iterdir()):
-        if not force:
-            raise UsageError(
-                "is not empty", where=out, fix="choose another folder, or --force to replace our own output"
-            )
-        if not (out / MANIFEST).exists():
-            raise UsageError(
-                f"holds no {MANIFEST}, so it is not ours to replace",
-                where=out,
-                fix="remove it yourself or choose another folder",
-            )
-
-
-def check_space(out: Path, needed: int) -> None:
-    """Refuse to start what the disk cannot hold.
-
-    Raises:
-        CheckpointError: Fewer than `needed` bytes are free beside `out`.
-    """
-    parent = next(p for p in (out.resolve(), *out.resolve().parents) if p.exists())
-    free = shutil.disk_usage(parent).free
-    if free < needed:
-        raise CheckpointError(
-            f"{needed / 1e9:.1f} GB needed, {free / 1e9:.1f} GB free",
-            where=parent,
-            fix="free some space or choose another disk",
-        )
-
-
-@contextmanager
-def publish(out: Path, force: bool = False) -> Iterator[Path]:
-    """A folder beside `out` to fill; it becomes `out` by one rename if the block ends well, else it goes.
-
-    A killed process leaves at most a folder called `OUT.partial-…`, never a half-written `out`.
-    """
-    out.parent.mkdir(parents=True, exist_ok=True)
-    partial = out.parent / f"{out.name}.partial-{os.getpid()}"
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
-    try:
-        yield partial
-        sync_folder(partial)
-        replaced = None
-        if out.exists():
-            if force and any(out.iterdir()):
-                replaced = out.parent / f"{out.name}.replaced-{os.getpid()}"
-                out.rename(replaced)
-            else:
-                out.rmdir()
-        partial.rename(out)
-        sync_folder(out.parent)
-        if replaced:
-            shutil.rmtree(replaced)
-    except OSError as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise CheckpointError(
-            f"cannot be written ({error.strerror or error})",
-            where=error.filename or out,
-            fix="nothing was published; free space or fix permissions and run again",
-        ) from error
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise

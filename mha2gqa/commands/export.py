@@ -23,8 +23,8 @@ from ..checkpoints.atomic import write_text
 from ..checkpoints.config_spelling import both_spellings
 from ..checkpoints.hf_config import known_config, load_config_json
 from ..checkpoints.loading import load_tokenizer
+from ..checkpoints.output import check_output, publish
 from ..checkpoints.reader import MANIFEST
-from ..checkpoints.writer import check_output, publish
 from ..errors import CheckpointError, UnsupportedModelError, UsageError
 from ..modeling import PREFIX
 from ..results import Result

@@ -121,6 +121,13 @@ class ConvertConfig(Config):
         range="> 0",
         unset="the source's files",
     )
+    keep: tuple[str, ...] = option(
+        (),
+        "Further files beside the weights to copy, such as 'notes/*.txt'. Repeatable.",
+        OUTPUT,
+        metavar="GLOB",
+        unset="files that are known to belong to a model",
+    )
     force: bool = option(False, "Replace an output that mha2gqa wrote.", OUTPUT, where=(CLI,))
     device: Any = option("auto", "Where the model runs: auto, cpu, cuda, cuda:1, …", ADVANCED, form=str)
     seed: int = option(

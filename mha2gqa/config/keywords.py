@@ -29,6 +29,7 @@ class ConvertKeywords(TypedDict, total=False):
     reconstruct: bool | None
     fit: ReconstructConfig | Mapping[str, Any] | None
     max_shard_size: Bytes | None
+    keep: tuple[str, ...]
     force: bool
     device: Any
     seed: int

@@ -17,15 +17,14 @@ from ..arch_conversion import ArchConvertedCheckpoint, as_architecture, carry_to
 from ..checkpoints.atomic import write_text
 from ..checkpoints.json_files import read_json
 from ..checkpoints.loading import resolve_device
-from ..checkpoints.reader import MANIFEST, Checkpoint, open_checkpoint
+from ..checkpoints.manifest import write_manifest
+from ..checkpoints.output import check_output, check_space, publish
+from ..checkpoints.reader import Checkpoint, open_checkpoint
+from ..checkpoints.side_files import SideFiles, copy_side_files, find_side_files
 from ..checkpoints.writer import (
     NewTensor,
-    check_output,
-    check_space,
-    copy_side_files,
     entry_nbytes,
     plan_shards,
-    publish,
     write_shards,
 )
 from ..config import ConvertConfig
@@ -125,11 +124,10 @@ def convert(
     )
     out, texts = Path(out), paths_or_source(config.calibration, config.text_column)
     if texts:
-        distributed.initialize(
-            resolve_device(config.device).type
-        )  # torchrun splits the text over its processes
+        distributed.initialize(resolve_device(config.device).type)  # torchrun splits the text over its processes
     original = open_checkpoint(source, config.revision)
     check_output(original.path, out, config.force)
+    sides = find_side_files(original.path, original.config, config.keep)
     seen = as_architecture(original, groups, config.as_)
     plan = plan_conversion(
         seen.config,
@@ -149,7 +147,7 @@ def convert(
     opened = written(seen, out, consent) if texts else nullcontext(seen)
     with reporting(_listener(progress, stage)), opened as checkpoint:
         calibrated = calibrate(checkpoint, plan, calibration, out, config.force)
-        job = _Job(str(source), original, seen, out, config.force, consent)
+        job = _Job(str(source), original, seen, sides, out, config.force, consent, config.keep)
         try:
             if distributed.is_rank_zero():
                 result = _publish(job, checkpoint, calibrated, config.max_shard_size, checker)
@@ -187,17 +185,21 @@ class _Job:
         source: As given.
         original: The checkpoint there.
         seen: The same, as the architecture of the result.
+        sides: Its files beside the weights.
         out: The folder to make.
         force: Whether it may replace one of ours.
         trust_remote_code: Consent to code of the source.
+        keep: Patterns of further files that go along.
     """
 
     source: str
     original: Checkpoint
     seen: Checkpoint
+    sides: SideFiles
     out: Path
     force: bool
     trust_remote_code: bool
+    keep: tuple[str, ...] = ()
 
 
 def _publish(
@@ -232,7 +234,7 @@ def _publish(
         checking.expect(plan.config, plan.source)
         odd = write_shards(checkpoint, shards, folder, advance)
         progress.stage("checking")
-        copy_side_files(job.original, folder)
+        copy_side_files(job.sides, folder)
         write_config(folder, plan)
         move_alignment_heads(folder, plan)
         names = [name for shard in shards for name in shard.entries]
@@ -242,7 +244,7 @@ def _publish(
                 f"the result failed its check: {broken}", where=job.out, fix="nothing was published"
             )
         result = _result(job, calibrated, checks, odd)
-        write_manifest(folder, result, job.original, plan)
+        write_manifest(folder, _manifest(result, job, plan), job.out)
     return result
 
 
@@ -261,6 +263,7 @@ def _result(job: _Job, calibrated: Calibrated, checks: list[Check], odd: Sequenc
         [
             *plan.warnings,
             *_broken_warnings(odd),
+            *job.sides.warnings(),
             *_notes(job.seen),
             *calibrated.warnings,
             *_merging_notes(converters),
@@ -346,13 +349,15 @@ def _pooling_warnings(converters: Sequence[ModuleConverter]) -> list[str]:
     return []
 
 
-def write_manifest(folder: Path, result: ConvertResult, checkpoint: Checkpoint, plan: Plan) -> None:
-    """Write `mha2gqa.json`: everything needed to say where this checkpoint comes from."""
+def _manifest(result: ConvertResult, job: _Job, plan: Plan) -> dict[str, Any]:
+    """Everything needed to say where the checkpoint comes from."""
     manifest = result.to_dict() | {
-        "source_revision": checkpoint.revision,
-        "source_path": str(checkpoint.path.resolve()),
+        "source_revision": job.original.revision,
+        "source_path": str(job.original.path.resolve()),
         "seed": plan.seed,
         "grouping": {module.path: [list(group) for group in module.grouping] for module in plan.modules},
     }
+    if job.keep:
+        manifest["keep"] = list(job.keep)
     del manifest["output"]
-    write_text(folder / MANIFEST, json.dumps(manifest, indent=2, ensure_ascii=False) + "\n")
+    return manifest

@@ -10,12 +10,13 @@ from typing import Any
 
 from ..checkpoints.fingerprints import checkpoint_fingerprint
 from ..checkpoints.hf_config import is_encoder_decoder, load_config_json, longest_context, text_config
-from ..checkpoints.json_files import read_json
-from ..checkpoints.reader import MANIFEST, Checkpoint, open_checkpoint
-from ..checkpoints.writer import check_output
+from ..checkpoints.manifest import MANIFEST, original_place, read_manifest
+from ..checkpoints.output import check_output
+from ..checkpoints.reader import Checkpoint, open_checkpoint
+from ..checkpoints.side_files import find_side_files
 from ..data import block_tokens, eos_id, span_corruption
 from ..data.spans import ENCODER_TOKENS
-from ..errors import UsageError
+from ..errors import CheckpointError, UsageError
 from .batches import Collator, SpanCollator
 from .budget import Budget, UptrainConfig, plan_budget
 from .qlora import require_bitsandbytes
@@ -106,7 +107,7 @@ def prepare(config: UptrainConfig) -> PreparedRun:
     objective = choose_objective(config, raw)
     window = choose_window(config.window, raw, config.model)
     source = open_checkpoint(config.model)
-    manifest = read_json(source.path / MANIFEST) if (source.path / MANIFEST).exists() else {}
+    manifest = read_manifest(source.path) if (source.path / MANIFEST).exists() else {}
     budget = plan_budget(config, window=window, name=str(manifest.get("source", config.model)))
     fingerprint = checkpoint_fingerprint(source.path)
     teacher, missing = find_teacher(config, manifest, fingerprint)
@@ -125,6 +126,7 @@ def prepare(config: UptrainConfig) -> PreparedRun:
     _check_distillation(run)
     _check_adapters(config)
     check_output(source.path, Path(config.out), config.force)
+    find_side_files(source.path, source.config)  # what publishing will ask of them is asked now
     return run
 
 
@@ -225,17 +227,19 @@ def find_teacher(
                 fix="name the original, or use teacher none",
             )
         return teacher, None
-    recorded = [str(manifest[key]) for key in ("source_path", "source") if manifest.get(key)]
-    for place in recorded:
-        if Path(place).is_dir():
-            return _teacher_source(place), None
-    if not recorded:
-        return None, None
-    return None, UsageError(
-        f"the original that the model was converted from, {recorded[-1]}, is not here",
-        where="teacher",
-        fix="give --teacher PATH to distil from it, or --teacher none for next-token loss alone",
-    )
+    try:
+        place = original_place(manifest)
+        if place is None:
+            return None, None
+        if not Path(place).is_dir():  # on the Hub, in the very state that was converted
+            place = str(open_checkpoint(place, str(manifest["source_revision"])).path)
+        return _teacher_source(place), None
+    except CheckpointError as error:
+        return None, UsageError(
+            f"the original that the model was converted from cannot be had: {error}",
+            where="teacher",
+            fix="give --teacher PATH to distil from it, or --teacher none for next-token loss alone",
+        )
 
 
 def _teacher_source(name: str) -> TeacherSource:

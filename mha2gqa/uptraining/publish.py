@@ -18,15 +18,11 @@ from ..checkpoints.dtypes import torch_dtype
 from ..checkpoints.ignored_keys import without_ignored
 from ..checkpoints.json_files import read_json
 from ..checkpoints.loading import quiet
-from ..checkpoints.reader import MANIFEST, Checkpoint, edit_config
-from ..checkpoints.writer import (
-    NewTensor,
-    check_space,
-    copy_side_files,
-    plan_shards,
-    publish,
-    write_shards,
-)
+from ..checkpoints.manifest import MANIFEST, read_manifest, write_manifest
+from ..checkpoints.output import check_space, publish
+from ..checkpoints.reader import Checkpoint, edit_config
+from ..checkpoints.side_files import copy_side_files, find_side_files
+from ..checkpoints.writer import NewTensor, plan_shards, write_shards
 from ..errors import CheckpointError
 from ..results import SCHEMA_VERSION
 from ..verification.checks import failed, verify_folder
@@ -110,7 +106,7 @@ def manifest_with(source: Checkpoint, name: str, section: Mapping[str, Any]) -> 
     """The input's manifest with an `uptrain` section; an earlier one moves into it."""
     path = source.path / MANIFEST
     if path.exists():
-        manifest = read_json(path)
+        manifest = read_manifest(source.path)
     else:
         manifest = {"schema_version": SCHEMA_VERSION, "command": "uptrain", "source": name}
     previous = {"previous": manifest.pop("uptrain")} if "uptrain" in manifest else {}
@@ -142,10 +138,11 @@ def publish_trained(
         CheckpointError: Not finite, not fitting the config, or no space.
     """
     stored = named_as_stored(model, state, source)
+    sides = find_side_files(source.path, source.config)
     check_space(out, source.nbytes)
     with publish(out, force) as folder:
         write_shards(source, plan_shards(source, replacements(stored, source)), folder)
-        copy_side_files(source, folder)
+        copy_side_files(sides, folder)
         config = source.path / "config.json"
         if read_json(config).get("use_cache") is False:
             write_text(
@@ -159,7 +156,7 @@ def publish_trained(
             (folder / "adapter").mkdir()
             for file in sorted(adapter.iterdir()):
                 (folder / "adapter" / file.name).write_bytes(file.read_bytes())
-        write_text(folder / MANIFEST, json.dumps(manifest, indent=2, ensure_ascii=False) + "\n")
+        write_manifest(folder, manifest, out)
         checks = [c for c in verify_folder(folder, expected=list(source.tensors)) if c.name != "shapes"]
         if problems := failed(checks):
             raise CheckpointError(f"the finished folder fails its checks ({problems})", where=out)

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ..checkpoints.json_files import read_json
-from ..checkpoints.reader import MANIFEST
+from ..checkpoints.manifest import MANIFEST, read_manifest
 from ..results import Result
 from .run_dir import changed_keys
 
@@ -71,7 +70,7 @@ def recorded_result(out: Path, keys: Mapping[str, Any], *, any_teacher: bool = F
     """
     if not (out / MANIFEST).exists():
         return None
-    section = dict(read_json(out / MANIFEST).get("uptrain") or {})
+    section = dict(read_manifest(out).get("uptrain") or {})
     if not section:
         return None
     recipe = dict(section.get("recipe") or {})

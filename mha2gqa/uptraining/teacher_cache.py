@@ -17,7 +17,7 @@ from torch import Tensor
 from ..checkpoints.atomic import FileLock, write_json
 from ..checkpoints.hf_config import load_config_json, text_config
 from ..checkpoints.json_files import read_json
-from ..checkpoints.writer import check_space
+from ..checkpoints.output import check_space
 from ..errors import CheckpointError, UsageError
 from ..lm_head import chunk_slices
 from .batches import Batch, BlockOrder, Blocks

@@ -250,7 +250,7 @@ def test_uptrain_finds_its_teacher(converted: Path, tmp_path: Path, lost: tuple[
 @pytest.mark.parametrize(
     ("text", "public"),
     [
-        ("/data/models/llama", "llama"),
+        ("/srv/models/llama", "llama"),
         ("~/models/llama", "llama"),
         ("/with space/my model", "my model"),
         ("org/name", "org/name"),

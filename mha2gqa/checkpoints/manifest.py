@@ -90,7 +90,7 @@ def without_paths(text: str) -> str:
     """`text` with absolute paths cut down to their last part.
 
     Example:
-        >>> without_paths("statistics in /data/x/s.safetensors are used")
+        >>> without_paths("statistics in /srv/x/s.safetensors are used")
         'statistics in s.safetensors are used'
     """
     if (

@@ -11,6 +11,7 @@ FITS = {
     "refit": "refit",
     "reconstruct": "regression",
     "distill": "end-to-end distillation",
+    "generate": "on generated text",
     "long": "2,000 steps",
 }
 OBJECTIVES = {"ce": "next token", "kd": "distillation", "mix": "half of each"}
@@ -24,6 +25,10 @@ def label(row: Mapping[str, Any]) -> str:
     name = f"{method}: {' + '.join(fits)}" if fits else method
     if objective:
         name += f" → {OBJECTIVES.get(objective, objective)}"
+    if "tokens" in row:
+        name += f", {row['tokens'] / 1e6:.3g}M tokens"
+    if "as_much_as" in row:
+        name += f", as many FLOPs as *{row['as_much_as']}*"
     return name + (f", alpha {row['alpha']:g}" if "alpha" in row else "")
 
 
@@ -83,7 +88,11 @@ def quality(record: Mapping[str, Any]) -> str:
         if shared:
             parts.append(_losses(shared, kv_heads))
         if controls:
-            done = ", ".join(f"alpha {row['alpha']:g}: {row['loss']:.3f}" for row in controls)
+            done = ", ".join(
+                f"{label(row).rpartition(', ')[2]}: {row['loss']:.3f}"
+                for row in controls
+                if "+" in row["method"]
+            )
             parts.append(f"Control, the MHA original continued on the same tokens: {done}.")
     return "\n\n".join(parts)
 

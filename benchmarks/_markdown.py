@@ -37,7 +37,7 @@ def state(run: Mapping[str, Any]) -> str:
 
     `code` is the start of a SHA-256 over the package's files (`_common.code_digest`).
     """
-    version = run.get("versions", {}).get("mha2gqa", "?")
+    version = run.get("versions", {}).get("mha2gqa")
     code = f"code {run['code'][:7]}" if "code" in run else "code not recorded"
     card = run.get("hardware", {}).get("gpu")
-    return f"mha2gqa {version}, {code}" + (f", {card}" if card else "")
+    return ", ".join(filter(None, [version and f"mha2gqa {version}", code, card]))

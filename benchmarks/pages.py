@@ -3,20 +3,20 @@
 python benchmarks/pages.py            # rewrites what has changed, and says what
 python benchmarks/pages.py --check    # exit 1 if that would change anything
 
-What stands between `<!-- results: NAME -->` and `<!-- end -->` is made of `benchmarks/results/NAME.json`: its first
+What stands between `<!-- results: NAME -->` and `<!-- end -->` is made of `benchmarks/results/NAME.json` (or `.jsonl`): its first
 table, and the others folded. `<!-- headline -->` receives the table of the front pages, whose chart is
 `docs/pictures/headline.svg`. Every results file that has tables must stand on a page.
 """
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import _headline
-from tables import RESULTS, tables
+import tables as made
 
 ROOT = Path(__file__).parents[1]
 CHART = ROOT / "docs" / "pictures" / "headline.svg"
@@ -25,7 +25,7 @@ SECTION = re.compile(r"(<!-- (?:results: (?P<name>[\w.-]+)|headline) -->\n).*?(<
 
 def body(path: Path) -> str:
     """The tables of a results file; all but the first folded away."""
-    first, *others = tables(path)
+    first, *others = made.tables(path)
     folded = "\n\n".join(others)
     fold = f'\n\n<details markdown="1">\n<summary>What each row cost</summary>\n\n{folded}\n\n</details>'
     return first + (fold if folded else "")
@@ -39,31 +39,40 @@ def filled(text: str) -> str:
     """
 
     def fill(match: re.Match[str]) -> str:
-        if match["name"]:
-            made = body(RESULTS / f"{match['name']}.json")
-        else:
-            made = _headline.table(_record(_headline.SOURCE))
-        return f"{match[1]}\n{made}\n\n{match[3]}"
+        text = body(result(match["name"])) if match["name"] else _headline.table(_headline_record())
+        return f"{match[1]}\n{text}\n\n{match[3]}"
 
     return SECTION.sub(fill, text)
 
 
-def _record(name: str) -> dict[str, object]:
-    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+def result(name: str) -> Path:
+    """The results file of a name without its suffix.
+
+    Raises:
+        FileNotFoundError: There is none.
+    """
+    for path in made.results():
+        if path.stem == name:
+            return path
+    raise FileNotFoundError(f"{name}: no such file in {made.RESULTS}")
+
+
+def _headline_record() -> dict[str, Any]:
+    return made.read_record(result(_headline.SOURCE))
 
 
 def pages() -> dict[Path, str]:
     """Every file with figures, as it should be."""
     found = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     texts = {path: path.read_text(encoding="utf-8") for path in found}
-    made = {path: filled(text) for path, text in texts.items() if SECTION.search(text)}
-    return made | {CHART: _headline.chart(_record(_headline.SOURCE))}
+    pages = {path: filled(text) for path, text in texts.items() if SECTION.search(text)}
+    return pages | {CHART: _headline.chart(_headline_record())}
 
 
 def missing() -> list[str]:
     """Results files with tables that stand on no page."""
     named = {match["name"] for text in pages().values() for match in SECTION.finditer(text)}
-    return [path.stem for path in sorted(RESULTS.glob("*.json")) if path.stem not in named and tables(path)]
+    return [path.stem for path in made.results() if path.stem not in named and made.tables(path)]
 
 
 def main() -> int:

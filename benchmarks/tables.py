@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import _ledger
 from _loss_tables import OBJECTIVES, ce_weight, cost, quality, sweep
 from _markdown import markdown, measured_on
 
@@ -184,7 +185,65 @@ def evaluate_speed(record: Mapping[str, Any]) -> str:
     return f"{about}\n\n{table}\n\nResident memory: {grown}."
 
 
-# What a results file's `command` begins with -> its tables.
+def decode_speed(record: Mapping[str, Any]) -> str:
+    """Decoding of a model and its grouped forms: batches that were asked for, then memory budgets."""
+    setup, summary = record["setup"], record.get("summary", [])
+    forms: dict[tuple[Any, int], Mapping[str, Any]] = {}
+    for row in record["rows"]:
+        asked = row["asked_batch"] if row["kind"] == "point" else f"{row['memory_bytes'] / 1e9:g} GB"
+        forms[(asked, row["context"], row["kv_heads"])] = row  # type: ignore[index]
+    ups = {
+        (row.get("asked_batch") or f"{row['memory_bytes'] / 1e9:g} GB", row["context"], row["kv_heads"]): row
+        for row in summary
+    }
+    lines = []
+    for (asked, context, kv_heads), row in forms.items():  # type: ignore[misc]
+        up = ups.get((asked, context, kv_heads))
+        speed = row.get("tokens_per_second")
+        figures = (
+            [str(row["batch"]), f"{row['milliseconds_per_step']:.2f}", f"{speed:,.0f}"]
+            if speed
+            else ["", row.get("reason", "failed"), ""]
+        )
+        faster = [f"{up['speed_up']:.2f}", f"{up['predicted']:.2f}"] if up else ["", ""]
+        lines.append([str(asked), f"{context:,}", str(kv_heads), *figures, *faster])
+    about = (
+        f"A Llama of {setup['layers']} layers, width {setup['hidden']:,}, {setup['heads']} heads, {setup['dtype']}; a "
+        f"copy on the device moves {setup['copy_bandwidth'] / 1e9:,.0f} GB/s.\n\n"
+        f"Measured on: {measured_on({'hardware': {'gpu': setup['device']}, 'versions': setup['versions']})}."
+    )
+    head = [
+        "batch or memory",
+        "context",
+        "KV heads",
+        "batch",
+        "ms per step",
+        "tokens/s",
+        "times",
+        "bytes predict",
+    ]
+    return f"{about}\n\n{markdown(head, lines)}"
+
+
+def calibrate_speed(record: Mapping[str, Any]) -> str:
+    """Calibrated conversion of large models: time and memory of the product's own command."""
+    lines = [
+        [
+            f"{row['name']}: {row['shape']} to G={row['groups']}",
+            str(row["processes"]),
+            f"{row['calibration_tokens']:,}",
+            f"{row['seconds_per_layer']:.1f}",
+            f"{row['whole_model_minutes']:.0f}" + (" (extrapolated)" if row["extrapolated"] else ""),
+            f"{row['gpu_gib']:.1f}",
+            f"{row['host_anonymous_gib']:.1f}",
+        ]
+        for row in record["rows"]
+    ]
+    head = ["", "GPUs", "tokens", "seconds a layer", "minutes", "GiB of GPU", "GiB of host"]
+    return f"Measured on: {measured_on(record)}.\n\n{markdown(head, lines)}"
+
+
+# What a results file's command begins with -> its tables.
 RENDERERS: dict[str, Sequence[Callable[[Mapping[str, Any]], str]]] = {
     "benchmarks/quality.py": (quality, cost),
     "benchmarks/quality_t5.py --stages tune": (ce_weight,),
@@ -193,16 +252,33 @@ RENDERERS: dict[str, Sequence[Callable[[Mapping[str, Any]], str]]] = {
     "benchmarks/uptrain_scaling.py": (uptrain_scaling,),
     "benchmarks/uptrain_adapters.py": (uptrain_adapters,),
     "benchmarks/closed_form_speed.py": (closed_form_speed,),
+    "benchmarks/calibrate_speed.py": (calibrate_speed,),
+    "benchmarks/decode_speed.py": (decode_speed,),
     "benchmarks/evaluate_speed.py": (evaluate_speed,),
     "benchmarks/paper_groups.py": (sweep,),
     "mha2gqa sweep": (sweep,),
 }
 
 
+def results() -> list[Path]:
+    """Every results file."""
+    return sorted([*RESULTS.glob("*.json"), *RESULTS.glob("*.jsonl")])
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """A results file; a ledger (`.jsonl`) in the form of a file of `quality.py`."""
+    if path.suffix == ".jsonl":
+        return {**_ledger.record(path), "command": "benchmarks/quality.py"}
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
 def tables(path: Path) -> list[str]:
     """The tables of one results file, in order; none where its command is not in `RENDERERS`."""
-    record = json.loads(path.read_text(encoding="utf-8"))
-    command = record.get("command", "")
+    record = read_record(path)
+    command = (
+        record.get("command") or record.get("command_line") or record.get("setup", {}).get("command", "")
+    )
+    command = command.removeprefix("python ")
     known = next((made for start, made in RENDERERS.items() if command.startswith(start)), ())
     return [table for table in (renderer(record) for renderer in known) if table]
 
@@ -216,7 +292,7 @@ def render(path: Path) -> str:
 def main() -> None:
     """Print the tables whose file names begin with a word of the command line, or all."""
     words = tuple(sys.argv[1:]) or ("",)
-    files = [path for path in sorted(RESULTS.glob("*.json")) if path.stem.startswith(words)]
+    files = [path for path in results() if path.stem.startswith(words)]
     print("\n\n".join(filter(None, map(render, files))))
 
 

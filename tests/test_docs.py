@@ -186,10 +186,10 @@ def test_a_results_file_on_no_page_is_named(tmp_path: Path, monkeypatch: pytest.
     import pages
 
     assert pages.missing() == []
-    for path in pages.RESULTS.glob("*.json"):
+    for path in pages.made.results():
         (tmp_path / path.name).symlink_to(path)
-    (tmp_path / "convert_speed_new.json").symlink_to(pages.RESULTS / "convert_speed.json")
-    monkeypatch.setattr(pages, "RESULTS", tmp_path)
+    (tmp_path / "convert_speed_new.json").symlink_to(pages.result("convert_speed"))
+    monkeypatch.setattr(pages.made, "RESULTS", tmp_path)
     assert pages.missing() == ["convert_speed_new"]
     section = "a\n<!-- results: convert_speed_new -->\nold\n<!-- end -->\nz\n"
     filled = pages.filled(section)

@@ -207,7 +207,7 @@ def test_runs_on_several_gpus_are_rendered() -> None:
 
 @pytest.mark.xfail(reason="engines and calibrate_speed have no renderer yet")
 def test_every_results_file_is_rendered() -> None:
-    for path in tables.RESULTS.glob("*.json"):
+    for path in tables.results():
         assert tables.render(path).startswith(f"### {path.stem}"), path.name
 
 

@@ -1,0 +1,75 @@
+"""A ledger of `quality_ledger.py` and `quality_floor.py` (JSON lines) in the form of a file of `quality.py`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from _loss_tables import label
+
+# What a fit of `_quality_cells.FITS` is called, as a variant of `quality.py`.
+VARIANTS = {
+    "merged": "merged",
+    "refit": "refit",
+    "fits": "refit+reconstruct",
+    "fits100": "refit+reconstruct+100 steps",
+    "fits300": "refit+reconstruct+300 steps",
+    "e2e": "refit+reconstruct+distill",
+}
+SCRATCH = "trained from scratch with G heads"
+KEPT = ("groups", "seed", "loss", "kl", "unique_tokens", "token_visits", "flops")
+
+
+def record(path: Path) -> dict[str, Any]:
+    """The rows of the table, the runs that measured them, and the protocol.
+
+    Args:
+        path: The ledger. Of several rows with one key the last counts.
+
+    Raises:
+        StopIteration: It holds no row of the original.
+    """
+    lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    entries = {entry["key"]: entry for entry in lines if "error" not in entry}
+    table = [entry for entry in entries.values() if entry["part"] == "valid"]
+    original = next(entry for entry in table if entry["start"] == "original" and "objective" not in entry)
+    runs: list[dict[str, Any]] = []
+    rows = []
+    for entry in table:
+        run = {"code": entry["code"], "hardware": {"gpu": entry["gpu"]}, "versions": {}}
+        if run not in runs:
+            runs.append(run)
+        rows.append(_row(entry, entries) | {"run": runs.index(run), "gap": entry["loss"] - original["loss"]})
+    return {
+        "model": original["model"],
+        "num_kv_heads": original["groups"],
+        "protocol": {
+            "name": "blocks",
+            "window": original["window"],
+            "tokens": original["blocks"] * original["window"],
+            "dtype": "float32",
+        },
+        "runs": runs,
+        "rows": rows,
+    }
+
+
+def _row(entry: dict[str, Any], entries: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """One line as a row of `quality.py`."""
+    start = SCRATCH if entry["start"] == "scratch" else entry["start"]
+    variant = VARIANTS.get(entry.get("fit", ""), entry.get("fit", ""))
+    if entry.get("text"):
+        variant += f"+{entry['text']}" if entry["text"] != "calibration" else ""
+    row = {key: entry[key] for key in KEPT if key in entry}
+    row |= {
+        "stage": "uptrain" if entry.get("objective") else "convert",
+        "method": f"{start}+{entry['objective']}" if entry.get("objective") else start,
+        "variant": variant,
+        "seconds": entry["wall_seconds"],
+    }
+    if entry.get("tokens"):
+        row["tokens"] = entry["tokens"]
+    if other := entries.get(entry.get("equal_to", "")):
+        row["as_much_as"] = label(_row(other, entries))
+    return row

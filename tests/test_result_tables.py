@@ -1,0 +1,115 @@
+"""Tables of results that no file holds yet: ledgers, decoding, calibrated conversion."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+import _headline
+import tables
+
+
+def _entry(key: str, loss: float, **fields: Any) -> dict[str, Any]:
+    row = {"key": key, "loss": loss, "part": "valid", "seed": 0, "model": "m", "window": 32, "blocks": 10}
+    row |= {"gpu": "GPU", "code": "abcdef123456", "wall_seconds": 3.0, "unique_tokens": 0, "kl": 0.1}
+    return row | fields
+
+
+def _ledger(tmp_path: Path) -> Path:
+    joint = {
+        "start": "joint",
+        "groups": 4,
+        "fit": "fits",
+        "unique_tokens": 9,
+        "token_visits": 8,
+        "flops": 1e9,
+    }
+    rows = [
+        _entry("original/G16/seed0", 3.0, start="original", groups=16),
+        _entry("joint/G4/fits/seed0", 9.9, **joint),
+        _entry("joint/G4/fits/seed0", 3.1, **joint),  # measured again: the last counts
+        _entry("joint/G4/fits/seed1", 3.3, **joint | {"seed": 1}),
+        _entry("joint/G4/fits/rate", 1.0, **joint | {"part": "tuning", "tunes": "fit"}),
+        _entry("broken", 0.0, error="x"),
+        _entry("a", 3.05, **joint, objective="kd", tokens=2_713_000),
+        _entry(
+            "mean/G4/as",
+            3.4,
+            start="mean",
+            groups=4,
+            fit="merged",
+            objective="kd",
+            equal_to="joint/G4/fits/seed0",
+        ),
+        _entry("gen", 3.2, **joint | {"text": "generate"}),
+        _entry("scratch/G4", 3.02, start="scratch", groups=4),
+        _entry("control", 2.98, start="original", groups=16, objective="ce", tokens=2_713_000),
+    ]
+    path = tmp_path / "ledger.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_a_ledger_is_rendered_like_a_quality_file(tmp_path: Path) -> None:
+    losses, cost = tables.tables(_ledger(tmp_path))
+    assert "`m` (16 KV heads), loss of the original 3.000" in losses
+    assert "window 32, 320 tokens" in losses and "Measured on: GPU" in losses
+    assert "| joint: refit + regression | 3.200 ± 0.141 |" in losses
+    assert "| joint: refit + regression + on generated text | 3.200 |" in losses
+    assert "| joint: refit + regression → distillation, 2.71M tokens | 3.050 |" in losses
+    assert "| mean → distillation, as many FLOPs as *joint: refit + regression* | 3.400 |" in losses
+    assert "| trained from scratch with G heads | 3.020 |" in losses
+    assert "continued on the same tokens: 2.71M tokens: 2.980." in losses
+    assert "1.000" not in losses and "9.900" not in losses
+    assert "| joint: refit + regression | 4 | +0.100 | 9 | 8 | 1.0e+09 | 3 |" in cost
+
+
+def test_a_ledger_can_be_the_headline(tmp_path: Path) -> None:
+    record = tables.read_record(_ledger(tmp_path))
+    text = _headline.table(record)
+    assert "| 4:1 (G=4) |" in text and "| **`joint`, fitted on 0.5M tokens** | 3.200 |" in text
+    assert "KV heads, of 16" in _headline.chart(record)
+
+
+def test_decoding_is_rendered_beside_what_bytes_predict(tmp_path: Path) -> None:
+    point = {"kind": "point", "asked_batch": 4, "context": 2048}
+    timed = {**point, "batch": 4, "milliseconds_per_step": 2.5, "tokens_per_second": 1600.0}
+    record = {
+        "setup": {
+            "layers": 2, "hidden": 64, "heads": 8, "dtype": "bfloat16", "device": "GPU", "copy_bandwidth": 2e12,
+            "versions": {"torch": "2.11.0"}, "command": "python benchmarks/decode_speed.py",
+        },
+        "rows": [
+            timed | {"kv_heads": 8},
+            timed | {"kv_heads": 2, "tokens_per_second": 4000.0},
+            {"kind": "budget", "memory_bytes": 24e9, "context": 4096, "kv_heads": 8, "reason": "does not fit"},
+        ],
+        "summary": [{**point, "kv_heads": 2, "speed_up": 2.5, "predicted": 2.6}],
+    }  # fmt: skip
+    path = tmp_path / "decode_speed.json"
+    path.write_text(json.dumps(record))
+    (text,) = tables.tables(path)
+    assert "| 4 | 2,048 | 8 | 4 | 2.50 | 1,600 |  |  |" in text
+    assert "| 4 | 2,048 | 2 | 4 | 2.50 | 4,000 | 2.50 | 2.60 |" in text
+    assert "| 24 GB | 4,096 | 8 |  | does not fit |  |  |  |" in text and "moves 2,000 GB/s" in text
+
+
+def test_calibrated_conversion_says_what_is_extrapolated(tmp_path: Path) -> None:
+    row = {
+        "name": "default", "shape": "7b", "groups": 8, "processes": 1, "calibration_tokens": 524_288,
+        "seconds_per_layer": 12.34, "whole_model_minutes": 9.6, "extrapolated": True, "gpu_gib": 20.0,
+        "host_anonymous_gib": 7.5,
+    }  # fmt: skip
+    record = {
+        "command_line": "python benchmarks/calibrate_speed.py",
+        "hardware": {"gpu": "GPU"},
+        "rows": [row],
+    }
+    path = tmp_path / "calibrate_speed.json"
+    path.write_text(json.dumps(record))
+    (text,) = tables.tables(path)
+    assert "| default: 7b to G=8 | 1 | 524,288 | 12.3 | 10 (extrapolated) | 20.0 | 7.5 |" in text

@@ -16,8 +16,6 @@ VARIANTS: dict[str, tuple[bool, bool]] = {
 }
 # Other ways of fitting, on top of `refit+reconstruct` (keys of ReconstructConfig).
 FITS: dict[str, dict[str, Any]] = {
-    "fisher": {"weighting": "fisher"},
-    "averaged": {"schedule": "cosine", "average": 0.2},
     "long": {"steps": 2000, "patience": 12},
     "distill": {"distill_steps": 300},
     "distill-slow": {"distill_steps": 300, "distill_rate": 5e-4},
@@ -26,10 +24,8 @@ FITS: dict[str, dict[str, Any]] = {
     "gentle": {"learning_rate": 1e-3},
     "long+distill": {"steps": 2000, "patience": 12, "distill_steps": 300},
     "distill-only": {"steps": 0, "distill_steps": 1000},
-    "fisher+distill": {"weighting": "fisher", "distill_steps": 300},
 }
 VARIANTS |= {f"refit+reconstruct+{name}": (True, True) for name in FITS}
-VARIANTS["refit-inputs"], FITS["refit-inputs"] = (True, False), {"refit_inputs": True}
 
 
 def fit_words(variant: str) -> dict[str, Any]:

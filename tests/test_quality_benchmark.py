@@ -208,6 +208,8 @@ def test_runs_on_several_gpus_are_rendered() -> None:
 @pytest.mark.xfail(reason="engines and calibrate_speed have no renderer yet")
 def test_every_results_file_is_rendered() -> None:
     for path in tables.results():
+        if path.stem == "engines":  # `benchmarks/engines/page.py` makes a page of its own
+            continue
         assert tables.render(path).startswith(f"### {path.stem}"), path.name
 
 

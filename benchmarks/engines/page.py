@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -221,10 +222,15 @@ def table(data: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def short(reason: str) -> str:
+    """An answer without the list of everything that the engine does know."""
+    return re.sub(r" ?\(supported configurations are.*", ")", reason).replace("|", "/")[:300]
+
+
 def reasons(data: dict[str, Any]) -> str:
     """What engines said where they could not."""
     lines = [
-        f"| {WHAT[row['model']]} | {version(data, row['of'])} | {row['reason'].replace('|', '/')} |"
+        f"| {WHAT[row['model']]} | {version(data, row['of'])} | {short(row['reason'])} |"
         for row in data["rows"]
         if row["verdict"] in ("lacks", "fails") and row["model"] in data["models"]
     ]

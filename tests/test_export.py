@@ -138,7 +138,9 @@ def test_what_an_engine_cannot_run_is_refused_before_anything_is_built(tmp_path:
     phi = {"model_type": "phi", "num_attention_heads": 8, "num_key_value_heads": 2}
     with pytest.raises(UnsupportedModelError, match="as many KV heads as query heads"):
         check(phi, "gguf")
-    check(phi, "ct2")
+    with pytest.raises(UnsupportedModelError, match="old remote code"):
+        check(phi, "ct2")
+    check(phi, "onnx")
     with pytest.raises(UnsupportedModelError, match="--untie"):
         check({"model_type": "olmo2", "tie_word_embeddings": True}, "gguf")
     check({"model_type": "olmo2", "tie_word_embeddings": False}, "gguf")

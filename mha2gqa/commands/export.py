@@ -37,6 +37,8 @@ PRE_TOKENIZERS = "gpt-2, llama-bpe, qwen2"
 # Where the engine cannot hold fewer KV heads, or no tied head, whatever the converter writes.
 NO_GROUPS = {"gguf": frozenset({"phi"})}
 NO_TIED_HEAD = {"gguf": frozenset({"olmo2", "phi"})}
+# Loaders that read another config than the one transformers writes.
+OTHER_CONFIG = {"ct2": frozenset({"phi"})}
 PACKAGES = {"ct2": "ctranslate2", "onnx": "onnxruntime_genai"}
 # The converter refuses tokenizers that are not on its list; the user's word is taken instead.
 RUN_GGUF = """
@@ -154,6 +156,12 @@ def check_architecture(config: Mapping[str, Any], to: str) -> None:
             f"{model_type} is a class of its own that runs in transformers only",
             where=f"--to {to}",
             fix="convert with --as, where a stock class can hold the heads (GPT-2: --groups 1)",
+        )
+    if model_type in OTHER_CONFIG.get(to, ()):
+        raise UnsupportedModelError(
+            f"the engine reads {model_type} only as its old remote code saved it",
+            where=f"--to {to}",
+            fix="use vLLM",
         )
     heads, kv_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
     if model_type in NO_GROUPS.get(to, ()) and kv_heads not in (None, heads):

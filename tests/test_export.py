@@ -99,7 +99,7 @@ def test_a_missing_converter_says_what_to_install(
         ("raise SystemExit('the disk is on fire')", CheckpointError, "the disk is on fire"),
         ("def get_vocab_base_pre(): raise NotImplementedError('unknown')\nget_vocab_base_pre()",
          UnsupportedModelError, "--pre-tokenizer, such as gpt-2"),
-        ("raise SystemExit('ERROR: Model FooForCausalLM is not supported')", UnsupportedModelError, "lacks this"),
+        ("raise SystemExit('ERROR: The model is not currently supported.')", UnsupportedModelError, "lacks this"),
     ],
 )  # fmt: skip
 def test_a_converter_that_fails_is_one_line_and_leaves_nothing(

@@ -22,7 +22,7 @@ WHAT = {
     "bigcode-g1": "GPTBigCode (written from GPT-2), 8 → 1",
     "gpt2-g2": "GPT-2 with its own class, 8 → 2",
     "t5-g2": "T5 with its own class, 8 → 2",
-    "llava-g4": "LLaVA with that Llama inside, 16 → 4",
+    "llava-g4": "LLaVA with that Llama inside, 16 → 4 (text)",
 }
 WORDS = {"equal": "equal", "runs": "runs", "lacks": "no", "fails": "fails", "differs": "**differs**"}
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -242,9 +243,10 @@ def _run(command: list[str], what: str) -> None:
             where="--to gguf",
             fix=f"say how it splits text by --pre-tokenizer, such as {PRE_TOKENIZERS}; the result is checked",
         )
-    if "not supported" in last or "unsupported" in last.lower() or "No conversion" in last:
-        raise UnsupportedModelError(f"{what} lacks this architecture ({last})", where=what)
-    raise CheckpointError(f"{what} failed: {last}", where=what)
+    last = re.sub(r"\S*/mha2gqa-export-\w+/", "", last)  # where the checkpoint was staged
+    if re.search(r"not (currently )?supported|No conversion is registered", last):
+        raise UnsupportedModelError(f"lacks this architecture ({last})", where=what)
+    raise CheckpointError(last, where=what)
 
 
 def _gguf(source: Path, file: Path, root: Path | None, precision: str | None, name: str | None) -> None:

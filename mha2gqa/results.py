@@ -6,9 +6,14 @@ import dataclasses
 import json
 import math
 import platform
-from importlib import metadata
+from importlib import import_module, metadata
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from .errors import UsageError
+
+if TYPE_CHECKING:
+    import pandas
 
 SCHEMA_VERSION = 1
 _PACKAGES = ("mha2gqa", "torch", "transformers", "safetensors", "peft", "datasets", "accelerate")
@@ -54,6 +59,7 @@ class Result:
     """
 
     command: ClassVar[str] = ""
+    table: ClassVar[str] = ""  # the field that `to_dataframe` returns: a list of rows
 
     def to_dict(self) -> dict[str, Any]:
         """The result as plain JSON data, with schema version, command and versions first."""
@@ -64,3 +70,42 @@ class Result:
         path = Path(path)
         path.write_text(json.dumps(self.to_dict(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         return path
+
+    def to_dataframe(self) -> pandas.DataFrame:
+        """The rows of the result as a pandas table: models, layers, options, checks or log entries.
+
+        Returns:
+            One row for each; nested figures become columns with dots (`paired.difference`).
+
+        Raises:
+            UsageError: The result holds no table, or pandas is not installed.
+
+        Example:
+            >>> evaluate([original, converted], "valid.jsonl").to_dataframe()[["path", "loss"]]  # doctest: +SKIP
+        """
+        if not self.table:
+            raise UsageError("this result holds no table", where=type(self).__name__, fix="use to_dict()")
+        try:
+            import pandas
+        except ImportError as error:
+            raise UsageError(
+                "pandas is not installed", where="to_dataframe", fix="pip install pandas"
+            ) from error
+        return pandas.json_normalize([_plain_row(row) for row in self._rows()])
+
+    def _rows(self) -> list[Any]:
+        """What `to_dataframe` makes rows of."""
+        return list(getattr(self, self.table))
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        # Found by name: results stand above the report in the order of imports, and it knows how each looks.
+        found: str = import_module(f"{__package__}.report.notebook").html(self.to_dict())
+        return found
+
+
+def _plain_row(row: Any) -> dict[str, Any]:
+    """A row as nested dictionaries, its numbers as they are."""
+    if dataclasses.is_dataclass(row) and not isinstance(row, type):
+        return dataclasses.asdict(row)
+    return dict(row)

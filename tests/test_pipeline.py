@@ -250,15 +250,24 @@ def test_run_does_the_whole_job(finished: tuple[dict[str, Any], Any]) -> None:
     assert load_recipe(out / "recipe.yaml") == recipe_from_dict(recipe)
     report = json.loads((out / "report.json").read_text())
     assert report["curves"]["training"][-1][0] == 512 and report["budget"]["alpha"] == pytest.approx(0.01)
+    table = {row["role"]: row["loss"] for row in report["models"]}
+    assert report["curves"]["evaluation"] == [[0.0, table["converted"]], [512.0, table["uptrained"]]]
+    assert {row["role"]: row["loss"] for row in result.models} == table
     assert report["num_kv_heads"] == [8, 2] and len(report["layers"]) == 2
     page = (out / "report.html").read_text()
     assert (
         "uptraining tokens" in page
+        and all(f">{table[role]:.4f}<" in page for role in ("converted", "uptrained"))
+        and f">original {table['original']:.4f}<" in page
         and "Which heads share" in page
         and "KV cache at batch 4, context 64" in page
     )
     card = (out / "uptrained" / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: transformers")
+    written = [*out.glob("*.md"), *out.glob("*.html"), *out.glob("*/README.md")]
+    assert len(written) == 4  # page, Markdown, and a card for either checkpoint
+    for file in written:
+        assert str(out.parent) not in file.read_text(), f"{file} holds a path of this machine"
     assert 'AutoModelForCausalLM.from_pretrained("PATH_OR_NAME", dtype="auto")' in card
     assert json.loads((out / "result.json").read_text())["models"] == json.loads(json.dumps(result.models))
     assert "after uptraining" in result.headline
@@ -452,6 +461,31 @@ def test_sweep_makes_one_table_and_resumes(model: Path, text: Path, tmp_path: Pa
     wider = sweep(recipe | {"sweep": {"groups": [4, 1], "methods": ["mean", "first"], "bench": True}})
     new = {s["name"].split(":")[0] for s in wider.stages if s["status"] == "done"}
     assert new == {"G=4 first", "G=1 mean", "G=1 first"}
+
+
+def test_the_page_of_a_sweep_tells_no_tales(model: Path, text: Path, tmp_path: Path) -> None:
+    axes = {"groups": [4, 2], "methods": ["mean", "first"], "alphas": [0, 0.01]}
+    recipe = recipe_for(model, text, tmp_path / "out", convert={}, sweep=axes)
+    del recipe["uptrain"]["tokens"], recipe["report"]
+    planned = sweep(recipe, dry_run=True)
+    assert not any("context" in line for line in planned.notices), "nobody asked for a context"
+    asked = sweep(recipe | {"report": {"context": 512}}, dry_run=True)
+    assert (
+        "report.context 512: the model was built for 128 tokens; sizes are quoted for those" in asked.notices
+    )
+    result = sweep(recipe)
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "<h1>pico: G = 4, 2; mean, first; alpha 0 to 0.01</h1>" in page
+    assert "No uptraining was done" not in page
+    assert "a context of 128 tokens" in page and "4,096" not in page
+    assert f"<dt>teacher</dt><dd>{model.name}</dd>" in page and str(tmp_path) not in page
+    bars = page[page.index("<h3>Merging methods") : page.index("<h3>Loss by length")]
+    frontier = page[page.index("<h3>Quality against cache") : page.index("<h3>Merging methods")]
+    for row in result.models[1:]:
+        assert f">{row['loss']:.4f}<" in bars and f'<td class="num optional">{row["loss"]:.4f}</td>' in page
+    for g in (4, 2):
+        losses = [row["loss"] for row in result.models[1:] if row["groups"] == g]
+        assert f">G = {g}<" in bars and f">{min(losses):.4f}<" in frontier
 
 
 def test_a_sweep_shares_moments_among_cells_of_one_class(text: Path, tmp_path: Path) -> None:

@@ -196,6 +196,12 @@ def longest_context(config: Mapping[str, Any]) -> int | None:
 # --- numbers' format -----------------------------------------------------------------------------------
 
 
+def vocabulary_size(config: Mapping[str, Any]) -> int | None:
+    """Number of tokens a model knows, None where the config does not say."""
+    found = getattr(known_config(config), "vocab_size", None)
+    return found if isinstance(found, int) and found > 0 else None
+
+
 def config_dtype(config: Mapping[str, Any]) -> Dtype | None:
     """The format a raw config names (`dtype`, or `torch_dtype` in older files), its own or its text model's.
 

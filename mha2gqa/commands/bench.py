@@ -47,6 +47,7 @@ class BenchResult(Result):
     """
 
     command: ClassVar[str] = "bench"
+    table: ClassVar[str] = "models"
     batch: int
     context: int
     new_tokens: int

@@ -32,6 +32,7 @@ class DemoResult(Result):
     """
 
     command: ClassVar[str] = "demo"
+    table: ClassVar[str] = "models"
     output: str
     stages: list[dict[str, Any]] = field(default_factory=list)
     models: list[dict[str, Any]] = field(default_factory=list)

@@ -66,6 +66,7 @@ class PlanResult(Result):
     """
 
     command: ClassVar[str] = "plan"
+    table: ClassVar[str] = "options"
     source: str
     model_type: str
     result_type: str

@@ -45,6 +45,7 @@ class RunResult(Result):
     """
 
     command: ClassVar[str] = "run"
+    table: ClassVar[str] = "models"
     output: str
     stages: list[dict[str, Any]] = field(default_factory=list)
     models: list[dict[str, Any]] = field(default_factory=list)

@@ -69,6 +69,7 @@ class SweepResult(Result):
     """
 
     command: ClassVar[str] = "sweep"
+    table: ClassVar[str] = "models"
     output: str
     stages: list[dict[str, Any]] = field(default_factory=list)
     models: list[dict[str, Any]] = field(default_factory=list)

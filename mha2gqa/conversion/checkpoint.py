@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Unpack
 from .. import distributed
 from ..arch_conversion import ArchConvertedCheckpoint, as_architecture, carry_tokenizer, written
 from ..checkpoints.atomic import write_text
+from ..checkpoints.hf_config import dtype_bytes, vocabulary_size
 from ..checkpoints.json_files import read_json
 from ..checkpoints.loading import resolve_device
 from ..checkpoints.manifest import write_manifest
@@ -35,6 +36,7 @@ from ..data import paths_or_source
 from ..errors import CheckpointError, UnsupportedModelError, listed
 from ..modeling import modeling_file
 from ..progress import Callback, Progress, current, reporting
+from ..report import write_card
 from ..results import Result
 from ..verification.background import Checker
 from ..verification.checks import failed
@@ -44,6 +46,7 @@ from .in_memory import convert_state_dict
 from .plan import Groupings, Plan, plan_conversion
 from .rewrite import ModuleConverter
 from .untie import untied
+from .warnings import loss_warnings
 
 WRITING = "writing"  # the stage in which tensors go into files
 
@@ -66,9 +69,11 @@ class ConvertResult(Result):
         verification: The checks made on the finished folder.
         warnings: What the user should know.
         calibration: Text, tokens, losses on held-out calibration text, seconds per stage; empty without.
+        kv_bytes_per_token: `{"before": …, "after": …}`.
     """
 
     command: ClassVar[str] = "convert"
+    table: ClassVar[str] = "layers"
     source: str
     output: str
     num_kv_heads: dict[str, int]
@@ -79,6 +84,7 @@ class ConvertResult(Result):
     verification: list[Check] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     calibration: dict[str, Any] = field(default_factory=dict)
+    kv_bytes_per_token: dict[str, int] = field(default_factory=dict)
 
 
 @takes_options(ConvertConfig)
@@ -124,7 +130,9 @@ def convert(
     )
     out, texts = Path(out), paths_or_source(config.calibration, config.text_column)
     if texts:
-        distributed.initialize(resolve_device(config.device).type)  # torchrun splits the text over its processes
+        distributed.initialize(
+            resolve_device(config.device).type
+        )  # torchrun splits the text over its processes
     original = open_checkpoint(source, config.revision)
     check_output(original.path, out, config.force)
     sides = find_side_files(original.path, original.config, config.keep)
@@ -245,6 +253,7 @@ def _publish(
             )
         result = _result(job, calibrated, checks, odd)
         write_manifest(folder, _manifest(result, job, plan), job.out)
+        write_card(folder)
     return result
 
 
@@ -266,11 +275,33 @@ def _result(job: _Job, calibrated: Calibrated, checks: list[Check], odd: Sequenc
             *job.sides.warnings(),
             *_notes(job.seen),
             *calibrated.warnings,
+            *_loss_warnings(calibrated, plan),
             *_merging_notes(converters),
             *_pooling_warnings(converters),
         ],
         calibrated.about,
+        cache_sizes(plan),
     )
+
+
+def _loss_warnings(calibrated: Calibrated, plan: Plan) -> list[str]:
+    losses = calibrated.about.get("losses")
+    return loss_warnings(losses, vocabulary_size(plan.config)) if losses else []
+
+
+def cache_sizes(plan: Plan) -> dict[str, int]:
+    """KV-cache bytes per token before and after.
+
+    From the shapes of the plan: `kv_cache` asks transformers for what a config leaves out, which takes seconds
+    that a plain conversion does not need.
+    """
+    each = dtype_bytes(plan.config)
+    sizes = {"before": 0, "after": 0}
+    for module in plan.modules:
+        values = each * (module.geometry.head_dim + module.geometry.value_dim)
+        sizes["before"] += values * module.geometry.num_kv_heads
+        sizes["after"] += values * len(module.grouping)
+    return sizes
 
 
 def _broken_warnings(odd: Sequence[str]) -> list[str]:

@@ -31,6 +31,8 @@ from ..calibration import (
 )
 from ..checkpoints.streaming import Layers
 from ..errors import CheckpointError, UsageError
+from ..evaluation.context import context_warnings
+from ..evaluation.metrics import Positions
 from ..reconstruct import LayerFit, ReconstructConfig
 from ..reconstruct.driver import Fitter, find_pairs, split_batches
 from ..reconstruct.hidden_states import Stream, block_paths
@@ -180,6 +182,7 @@ class Walk:
             self._measure_all(size)
         kept, beside = self.validation, Memory("device", device)
         self.kept: dict[str, Stream] = {}
+        self.positions = Positions()  # of the original's loss
         if kept is not None and self.original.chained:
             rows = max(1, LOGITS.get(device.type, LOGITS["cuda"]) // (kept.window * self._vocabulary()))
             for name in ("original", "merged", *(["fitted"] if self.config else [])):
@@ -510,7 +513,10 @@ class Walk:
         if not self.original.chained:
             fitted = {"fitted": held_out_loss(self.student, self.validation)} if self.config else {}
             return self._whole_losses | fitted
-        return {name: stream_loss(stream, self.validation) for name, stream in self.kept.items()}
+        return {
+            name: stream_loss(stream, self.validation, self.positions if name == "original" else None)
+            for name, stream in self.kept.items()
+        }
 
     def _result(self, losses: dict[str, float]) -> Converted:
         about: dict[str, Any] = {}
@@ -535,6 +541,7 @@ class Walk:
             steps = max((report.get("steps", 0) for report in self.reports.values()), default=0)
             visits = steps * self.config.batch_size * self.inputs.window
             about |= {"fit": asdict(self.config), "token_visits": visits}
+        warnings += context_warnings("the original", self.positions.curve())
         about["seconds"] = self.clock.seconds
         return Converted(self.student.eval(), self.plan, self.reports, about, warnings)
 
@@ -561,24 +568,25 @@ def _forget(module: nn.Module) -> None:
 
 
 @torch.no_grad()
-def stream_loss(stream: Stream, kept: Inputs) -> float:
+def stream_loss(stream: Stream, kept: Inputs, positions: Positions | None = None) -> float:
     """`held_out_loss` from the hidden states after a model's last block.
 
     Args:
         stream: At the end of its model, on the rows of `kept`.
         kept: Rows with their targets.
+        positions: Receives the losses by length of context.
     """
     targets = kept.rows[:, 1:] if isinstance(kept.rows, Tensor) else kept.rows[SPAN_LABELS]
     total, count = 0.0, 0
     for i in range(len(stream.batches)):
         logits = stream.logits(i)
         labels = targets[i * stream.size : i * stream.size + len(logits)].to(logits.device)
-        total += float(
-            torch.nn.functional.cross_entropy(
-                logits.float().flatten(0, 1), labels.flatten(), reduction="none", ignore_index=-100
-            )
-            .double()
-            .sum()
-        )
+        losses = torch.nn.functional.cross_entropy(
+            logits.float().flatten(0, 1), labels.flatten(), reduction="none", ignore_index=-100
+        ).double()
+        total += float(losses.sum())
+        if positions is not None and isinstance(kept.rows, Tensor):
+            context = torch.arange(1, labels.shape[1] + 1).repeat(len(labels))
+            positions.add(losses.cpu().numpy(), context.numpy())
         count += int((labels != -100).sum())
     return total / count

@@ -13,6 +13,7 @@ from ..errors import CheckpointError
 from ..kv_cache import kv_bytes_per_token
 from .batching import Batch
 from .bootstrap import Interval, PairedTest, bootstrap, paired_test
+from .context import context_warnings
 from .generated import Texts, bleu_tokenizer, compare_texts, normaliser
 from .protocols import SPAN_CORRUPTION, Skipped, Window, describe_bos
 from .result import Agreement, EvaluateResult, ModelResult, PositionLoss, WorstDocument, exp
@@ -164,7 +165,13 @@ def summarise(setup: ResolvedConfig, sources: Sources, documents: int, skipped: 
         data=_data(setup, base, documents, skipped),
         models=[_model(entry, base, setup, same, sources) for entry in entries],
         comparison="tokens" if same else "bits_per_byte",
-        warnings=[*setup.warnings, *setup.text.warnings, *_said(skipped), *_encoded(entries)],
+        warnings=[
+            *setup.warnings,
+            *setup.text.warnings,
+            *_said(skipped),
+            *_encoded(entries),
+            *context_warnings(base.name, base.sums.positions.curve()),
+        ],
     )
     scored = {model.bytes for model in result.models}
     if not same and len(scored) > 1:

@@ -218,6 +218,7 @@ class EvaluateResult(Result):
     """
 
     command: ClassVar[str] = "evaluate"
+    table: ClassVar[str] = "models"
     protocol: str
     settings: dict[str, Any]
     data: dict[str, Any]

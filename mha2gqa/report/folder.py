@@ -76,10 +76,19 @@ def source_license(source: str) -> dict[str, str]:
 
 def how_to_load(folder: Path) -> dict[str, Any]:
     """The arguments of `Report` that say what loading a checkpoint takes."""
+    config = read_json(folder / "config.json")
+    return {"auto_class": _auto_class(config), "own_code": "auto_map" in config}
+
+
+def _auto_class(config: Mapping[str, Any]) -> str:
+    """The class of transformers that loads a model; a plain decoder says so itself, without seconds of imports."""
+    classes = [str(name) for name in config.get("architectures") or ()]
+    decoder = any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in classes)
+    if decoder and not config.get("is_encoder_decoder") and "text_config" not in config:
+        return "AutoModelForCausalLM"
     from ..checkpoints.loading import loading_class
 
-    config = read_json(folder / "config.json")
-    return {"auto_class": loading_class(config).__name__, "own_code": "auto_map" in config}
+    return str(loading_class(config).__name__)
 
 
 def report_of(folder: Path) -> Report:

@@ -24,6 +24,7 @@ from ..checkpoints.reader import Checkpoint, edit_config
 from ..checkpoints.side_files import copy_side_files, find_side_files
 from ..checkpoints.writer import NewTensor, plan_shards, write_shards
 from ..errors import CheckpointError
+from ..report import write_card
 from ..results import SCHEMA_VERSION
 from ..verification.checks import failed, verify_folder
 
@@ -157,6 +158,7 @@ def publish_trained(
             for file in sorted(adapter.iterdir()):
                 (folder / "adapter" / file.name).write_bytes(file.read_bytes())
         write_manifest(folder, manifest, out)
+        write_card(folder)
         checks = [c for c in verify_folder(folder, expected=list(source.tensors)) if c.name != "shapes"]
         if problems := failed(checks):
             raise CheckpointError(f"the finished folder fails its checks ({problems})", where=out)

@@ -42,6 +42,7 @@ class UptrainResult(Result):
     """
 
     command: ClassVar[str] = "uptrain"
+    table: ClassVar[str] = "losses"
     source: str
     output: str | None
     teacher: str | None
@@ -58,6 +59,11 @@ class UptrainResult(Result):
     merge: dict[str, float] | None = None
     teacher_cache: dict[str, Any] | None = None
     finished_before: bool = False
+
+    def _rows(self) -> list[dict[str, Any]]:
+        """The log entries of training and of every evaluation meanwhile, by step."""
+        logged = [entry for entries in self.losses.values() if isinstance(entries, list) for entry in entries]
+        return sorted(logged, key=lambda entry: float(entry.get("step", 0)))
 
 
 def recorded_result(out: Path, keys: Mapping[str, Any], *, any_teacher: bool = False) -> UptrainResult | None:

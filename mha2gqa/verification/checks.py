@@ -29,6 +29,7 @@ class VerifyResult(Result):
     """Every check made on a folder; `ok` unless one failed."""
 
     command: ClassVar[str] = "verify"
+    table: ClassVar[str] = "checks"
     path: str
     checks: list[Check] = field(default_factory=list)
 

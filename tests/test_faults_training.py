@@ -99,7 +99,7 @@ def test_u10_broken_weights_are_not_blamed_on_the_rate(models, tmp_path, broken)
         uptrain(folders["model"], tmp_path / "up", models[2], **options)
     if broken == "teacher":
         cache = tmp_path / "cache"
-        with pytest.raises(CheckpointError, match="teacher: what it predicts is not finite"):
+        with pytest.raises(CheckpointError, match="teacher: predicts values that are not finite"):
             uptrain(
                 models[1], tmp_path / "up", models[2], teacher_top_k=8, teacher_cache=str(cache), **options
             )
@@ -231,13 +231,13 @@ def test_data_that_ends_early_is_repeated_and_said(models, tmp_path):
 def test_held_out_documents_are_never_trained_on(models, tmp_path):
     """By hash, and by content where separate held-out text repeats training documents."""
     from mha2gqa.uptraining.budget import UptrainConfig
-    from mha2gqa.uptraining.corpus import Texts
+    from mha2gqa.uptraining.corpus import SplitDocuments
 
     lines = models[2].read_text().splitlines()
     again = tmp_path / "again.jsonl"
     again.write_text("\n".join(lines[:20]) + "\n")
     for options in ({"holdout": 0.2}, {"eval_data": (str(again),)}):
-        texts = Texts(UptrainConfig("m", "o", (str(models[2]),), tokens=1, **options))
+        texts = SplitDocuments(UptrainConfig("m", "o", (str(models[2]),), tokens=1, **options))
         train, kept = ({d.text for d in side} for side in (texts.train(), texts.held_out()))
         assert train and kept and not train & kept
         assert train | kept == {json.loads(line)["text"] for line in lines}

@@ -144,8 +144,8 @@ def test_a_longer_run_adds_what_is_missing(models, cached, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"teacher_top_k": 4}, r"teacher_cache .*train-0: was made otherwise \(top_k: 8 -> 4\)"),
-        ({"temperature": 2.0}, r"was made otherwise \(temperature: 1.0 -> 2.0\)"),
+        ({"teacher_top_k": 4}, r"teacher_cache .*train-0: was made with other settings \(top_k: 8 -> 4\)"),
+        ({"temperature": 2.0}, r"was made with other settings \(temperature: 1.0 -> 2.0\)"),
         ({"seed": 1}, "was made of other data"),
         ({"streaming": True}, "teacher_top_k: not possible with streaming"),
     ],
@@ -173,7 +173,7 @@ def test_a_cache_of_another_teacher_or_text_is_refused(models, cached, tmp_path)
     teacher = tmp_path / "other"
     pico_llama(initializer_range=0.2).save_pretrained(teacher)
     word_tokenizer(teacher)
-    with pytest.raises(UsageError, match=r"was made otherwise \(teacher: '\w+' -> '\w+'\)"):
+    with pytest.raises(UsageError, match=r"was made with other settings \(teacher: '\w+' -> '\w+'\)"):
         uptrain(*run(models, tmp_path), teacher=str(teacher), **options, **RUN)
     with pytest.raises(UsageError, match="was made of other data"):
         uptrain(models[1], tmp_path / "up", write_text(tmp_path / "t.jsonl", seed=3), **options, **RUN)

@@ -185,7 +185,7 @@ def test_ligers_kernels_leave_with_the_run():
     """They would stop a merge or a check of the same class on a CPU."""
     from transformers.models.llama import modeling_llama
 
-    from mha2gqa.uptraining.model_prep import liger_withdrawn
+    from mha2gqa.uptraining.model_prep import liger_removed_after
 
     def forward(self, x):
         raise AssertionError("a kernel on a CPU")
@@ -193,7 +193,7 @@ def test_ligers_kernels_leave_with_the_run():
     forward.__module__ = "liger_kernel.transformers.rms_norm"
     model, ids = pico_llama(), torch.arange(8)[None]
     wanted, norm, rope = model(ids).logits, modeling_llama.LlamaRMSNorm, modeling_llama.apply_rotary_pos_emb
-    with pytest.raises(KeyError), liger_withdrawn(model):
+    with pytest.raises(KeyError), liger_removed_after(model):
         modeling_llama.LlamaRMSNorm = modeling_llama.apply_rotary_pos_emb = forward
         model.model.norm.forward = forward.__get__(model.model.norm)
         with pytest.raises(TypeError):  # the rope

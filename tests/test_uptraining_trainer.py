@@ -23,7 +23,7 @@ from mha2gqa.uptraining.batches import (
 )
 from mha2gqa.uptraining.budget import learning_rate_factor
 from mha2gqa.uptraining.guard import SpikeGuard
-from mha2gqa.uptraining.model_prep import unpacked
+from mha2gqa.uptraining.model_prep import one_document_a_row
 from mha2gqa.uptraining.trainer import UptrainTrainer
 
 BLOCKS = torch.randint(0, 64, (24, 17), generator=torch.Generator().manual_seed(0))
@@ -347,7 +347,7 @@ def test_masks_are_the_same_when_rows_are_known_not_to_be_packed(monkeypatch, wi
     ids = torch.arange(12)[None]
     wanted = model(input_ids=ids, use_cache=False).logits
     assert looked.pop()
-    with unpacked():
+    with one_document_a_row():
         assert torch.equal(model(input_ids=ids, use_cache=False).logits, wanted)
     assert not looked
     model(input_ids=ids, use_cache=False)

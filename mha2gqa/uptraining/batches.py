@@ -73,11 +73,11 @@ class Collator:
             blocks = np.stack(blocks)
         ids = torch.as_tensor(np.asarray(blocks, dtype=np.int64))
         if self.counts_labels:
-            ids, spoken = torch.where(ids < 0, -ids - 1, ids), ids >= 0
+            ids, labelled = torch.where(ids < 0, -ids - 1, ids), ids >= 0
         batch = {"input_ids": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous()}
         if self.counts_labels:
             # Not in place: with a single row the slices of inputs and labels share memory.
-            batch["labels"] = batch["labels"].masked_fill(~spoken[:, 1:], IGNORE_INDEX)
+            batch["labels"] = batch["labels"].masked_fill(~labelled[:, 1:], IGNORE_INDEX)
         if self.eos is not None:
             batch["position_ids"] = restarted_positions(batch["input_ids"], self.eos)
         return batch

@@ -51,13 +51,13 @@ class Corpus:
 
 
 def content(document: Document) -> str:
-    """What identifies a document: its words, or its messages."""
+    """What identifies a document: its text without regard to white space, or its messages."""
     if document.messages is not None:
         return json.dumps(document.messages, sort_keys=True, ensure_ascii=False, default=str)
     return " ".join(document.text.split())
 
 
-class Texts:
+class SplitDocuments:
     """The documents of a run, train and held-out side disjoint by content.
 
     Args:
@@ -109,7 +109,7 @@ def has_labels(blocks: np.ndarray, rows: int = 1024) -> bool:
     return any((blocks[start : start + rows, 1:] >= 0).any() for start in range(0, len(blocks), rows))
 
 
-class Cutter:
+class BlockCutter:
     """Turns documents into blocks, and keeps them in files for a resumed run.
 
     Args:
@@ -164,8 +164,8 @@ class Cutter:
         found = _load_blocks(path, self.budget.window)
         if self.chats and not has_labels(found):
             raise DataError(
-                "no token of these chats was said by an assistant",
-                where="eval_data" if name == "held_out" and self.config.eval_data is not None else "data",
+                "no token of these chats is an assistant's",
+                where="--eval-data" if name == "held_out" and self.config.eval_data is not None else "--data",
                 fix="give chats with assistant turns, or set assistant_only_loss false",
             )
         return found
@@ -232,14 +232,14 @@ def load_corpus(
     current().stage("reading text")
     warnings = check_sources(config, folder, is_rank_zero())
     with _blaming_eval_data(config.eval_data is not None):
-        texts = Texts(config)
+        texts = SplitDocuments(config)
     chats = texts.are_chats()
     if chats:
         if not isinstance(collate, Collator) or config.isolate_documents:
             where = "isolate_documents" if config.isolate_documents else "objective span-corruption"
             raise UsageError("is not possible with chats", where=where, fix="leave it out, or train on text")
         collate = Collator(counts_labels=True)
-    cutter = Cutter(config, budget, tokenizer, chats, folder, embeddings)
+    cutter = BlockCutter(config, budget, tokenizer, chats, folder, embeddings)
     scored = _held_out_blocks(cutter, texts, warnings.append)
     if config.streaming:
 
@@ -257,7 +257,7 @@ def load_corpus(
     return corpus
 
 
-def _order(cutter: Cutter, texts: Texts, collate: Collate, warn: Warn) -> BlockOrder:
+def _order(cutter: BlockCutter, texts: SplitDocuments, collate: Collate, warn: Warn) -> BlockOrder:
     """Training blocks in memory-mapped files, in the order of the run; says where data is repeated."""
     config, budget = cutter.config, cutter.budget
     count = budget.steps * budget.blocks_per_step
@@ -284,7 +284,7 @@ def _order(cutter: Cutter, texts: Texts, collate: Collate, warn: Warn) -> BlockO
     return BlockOrder(found[0], count, config.seed, collate)
 
 
-def _held_out_blocks(cutter: Cutter, texts: Texts, warn: Warn) -> np.ndarray | None:
+def _held_out_blocks(cutter: BlockCutter, texts: SplitDocuments, warn: Warn) -> np.ndarray | None:
     config, none = cutter.config, cutter.folder / "held_out.none"
     if none.exists():
         return None

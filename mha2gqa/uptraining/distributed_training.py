@@ -14,7 +14,7 @@ from ..distributed import is_initialized
 from ..errors import CheckpointError, TrainingError, reason
 
 # What gloo and NCCL say where the other end of a connection is no longer there.
-GONE = (
+CONNECTION_LOST = (
     "by peer",
     "Broken pipe",
     "Connection refused",
@@ -26,7 +26,7 @@ GONE = (
 
 @contextmanager
 def lost_processes() -> Iterator[None]:
-    """Say in plain words that another process of the run has ended.
+    """Turn a lost connection into an error that names the reason: another process of the run has ended.
 
     Raises:
         TrainingError: It has, inside.
@@ -34,12 +34,12 @@ def lost_processes() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if not is_initialized() or not any(sign in str(error) for sign in GONE):
+        if not is_initialized() or not any(sign in str(error) for sign in CONNECTION_LOST):
             raise
         raise TrainingError(
             f"another process of the run has ended ({reason(error, 120)})",
             where="uptrain",
-            fix="see what it said; the same command goes on from the last checkpoint",
+            fix="see its log; the same command resumes from the last checkpoint",
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""What watches a run: loss spikes, interruption, speed."""
+"""Watching for loss spikes and divergence."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ class SpikeGuard:
         self.in_a_row, self.first = state["in_a_row"], state["first"]
 
 
-class Reading:
+class AsyncScalars:
     """Numbers on their way from the device; waiting for them does not hold up what was queued after them.
 
     Args:

@@ -1,4 +1,4 @@
-"""How a run is told to stop, and stops: at the end of a step, with everything saved."""
+"""Stopping on a signal: at the end of a step, with everything saved."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 
 
 class Interrupted(TrainingError):
-    """The run was told to stop; everything needed to go on is saved."""
+    """The run received a signal to stop; everything needed to resume is saved."""
 
     exit_code = 130
 
@@ -52,7 +52,7 @@ def stop_signals() -> Iterator[list[int]]:
 
 
 class StopAndSave(TrainerCallback):
-    """Saves and stops at the end of the step at which all processes know that one was told to stop.
+    """Saves and stops at the end of the step at which all processes know of a signal that one of them received.
 
     Args:
         begin: Called when the training begins or goes on.

@@ -37,7 +37,7 @@ def _head_forward(self: nn.Linear, x: Tensor, run: Any = None) -> Any:
 
 
 @contextmanager
-def attached(model: Any, spec: Objective, teacher: Teacher | None = None) -> Iterator[LMHead | None]:
+def loss_attached(model: Any, spec: Objective, teacher: Teacher | None = None) -> Iterator[LMHead | None]:
     """Make `model(input_ids=…, labels=…, teacher=…)` return (summed loss, summed cross-entropy).
 
     The loss is computed inside the model's own forward, so that wrappers (DDP, FSDP) see one call. Only
@@ -155,7 +155,7 @@ def worth_compiling(flops: float, device: torch.device, devices: int) -> bool:
 
 
 @contextmanager
-def unpacked() -> Iterator[None]:
+def one_document_a_row() -> Iterator[None]:
     """Inside, transformers takes for granted that no row holds several documents kept apart.
 
     It would look for restarted positions in every forward pass, and wait for the GPU to know. Only for
@@ -218,7 +218,7 @@ def require_document_masking(model: Any) -> None:
 
 
 @contextmanager
-def narrow_stream(model: Any) -> Iterator[None]:
+def residual_in_autocast_dtype(model: Any) -> Iterator[None]:
     """Inside, hidden states leave the input embedding in autocast's dtype and stay in it through the layers.
 
     Under autocast a float32 embedding starts a float32 stream, to which each layer adds in float32.
@@ -254,7 +254,7 @@ def require_liger() -> None:
 
 
 @contextmanager
-def liger_withdrawn(model: Any) -> Iterator[None]:
+def liger_removed_after(model: Any) -> Iterator[None]:
     """Take Liger's kernels out of a model and of its modeling module again.
 
     They run on GPUs only, while a merge, a check or the user may want a model of that class on a CPU.

@@ -50,7 +50,7 @@ def named_as_stored(model: Any, state: Mapping[str, Tensor], source: Checkpoint)
             if candidate in source.tensors:
                 renamed[candidate] = tensor
                 break
-    unheld = _unheld(model, source)
+    unheld = _ignored_names(model, source)
     trained = {name: info for name, info in source.tensors.items() if name not in unheld}
     if renamed.keys() != trained.keys():
         renamed = _as_saved(model, state)  # transformers fuses or renames some families while loading
@@ -68,7 +68,7 @@ def named_as_stored(model: Any, state: Mapping[str, Tensor], source: Checkpoint)
     return {name: renamed[name] for name in trained}
 
 
-def _unheld(model: Any, source: Checkpoint) -> set[str]:
+def _ignored_names(model: Any, source: Checkpoint) -> set[str]:
     """Names of the source that its class does not have and does not mind: masks of old versions and the like."""
     prefix = f"{model.base_model_prefix}."
     held = set(model.state_dict())

@@ -24,7 +24,7 @@ from .budget import UptrainConfig
 logger = logging.getLogger(__name__)
 
 # Options that change how a run is carried out but not what it computes; a resumed run may differ in them.
-FREE = {
+NOT_IDENTIFYING = {
     "out",
     "teacher_cache",
     "device",
@@ -37,7 +37,7 @@ FREE = {
     "force",
     "trust_remote_code",
 }
-FREE_ARGS = (
+NOT_IDENTIFYING_ARGS = (
     "per_device_",
     "dataloader_",
     "report_to",
@@ -58,7 +58,7 @@ FREE_ARGS = (
     "eval_",
 )
 LOCK = "lock"  # held while a process works here; the system lets go of it however the process ends
-TEACHER = "teacher"  # folder of what the teacher said beforehand
+TEACHER = "teacher"  # folder of precomputed teacher outputs
 SOURCES = "sources.json"
 COMPLETE = "complete.json"  # written last into a checkpoint, names every file and its size
 
@@ -71,8 +71,8 @@ def recipe_keys(config: UptrainConfig, stamp: str, teacher: str | None = None) -
         stamp: From `checkpoint_fingerprint`.
         teacher: The teacher's, wherever it lies; None without one.
     """
-    keys = {k: v for k, v in asdict(config).items() if k not in FREE and k != "training_args"}
-    args = {k: v for k, v in config.training_args.items() if not k.startswith(FREE_ARGS)}
+    keys = {k: v for k, v in asdict(config).items() if k not in NOT_IDENTIFYING and k != "training_args"}
+    args = {k: v for k, v in config.training_args.items() if not k.startswith(NOT_IDENTIFYING_ARGS)}
     plain = keys | args | {"model contents": stamp, "teacher": teacher}
     return json.loads(json.dumps(plain, default=str))
 
@@ -277,7 +277,7 @@ def cleanup_on_error(path: Path) -> Iterator[None]:
 
 
 def _why_unwritable(error: Exception) -> str | None:
-    """The reason, in the words of whoever wrote; None where the error is about something else."""
+    """The reason, as the library states it; None where the error is about something else."""
     if isinstance(error, OSError):
         return error.strerror or str(error)
     if isinstance(error, SafetensorError):
@@ -306,7 +306,7 @@ def check_sources(config: UptrainConfig, folder: Path, first: bool) -> list[str]
 
     Args:
         config: The run.
-        folder: Its workspace.
+        folder: Its run directory.
         first: Whether this is the process that writes.
 
     Returns:

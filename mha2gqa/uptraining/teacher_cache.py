@@ -93,7 +93,7 @@ class TeacherCache:
             )
         if changed := changed_keys(found["made_of"], vars(self.identity)):
             raise UsageError(
-                f"was made otherwise ({'; '.join(changed)})",
+                f"was made with other settings ({'; '.join(changed)})",
                 where=f"teacher_cache {self.folder}",
                 fix="give another folder, or delete this one",
             )
@@ -217,7 +217,9 @@ class TeacherCache:
             log_probs.append(best.values.cpu())
         if not all(bool(part.isfinite().all()) for part in log_probs):
             raise CheckpointError(
-                "what it predicts is not finite", where="teacher", fix="look for broken weights in it"
+                "predicts values that are not finite",
+                where="teacher",
+                fix="check its weights with verify --full",
             )
         return torch.cat(ids).view(shape).numpy(), torch.cat(log_probs).view(shape).numpy()
 

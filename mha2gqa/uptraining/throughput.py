@@ -67,7 +67,7 @@ def flops_per_token(model: Any, window: int) -> float:
 def _encoder_decoder_flops(model: Any, window: int) -> float:
     """The same per token of text under span corruption: encoder and decoder see other numbers of ids."""
     noise, spans = noise_counts(window)
-    read, said = window - noise + spans + 1, noise + spans + 1
+    source, target = window - noise + spans + 1, noise + spans + 1
 
     def weights(module: Any) -> int:
         return sum(p.numel() for name, p in module.named_parameters() if "embed" not in name)
@@ -79,10 +79,10 @@ def _encoder_decoder_flops(model: Any, window: int) -> float:
         getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     )
     decoder = weights(model.get_decoder()) + (0 if head is None else head.weight.numel())
-    square = config.num_hidden_layers * read * read + (layers or config.num_hidden_layers) * said * (
-        said + read
+    square = config.num_hidden_layers * source * source + (layers or config.num_hidden_layers) * target * (
+        target + source
     )
-    return (2.0 * (weights(model.get_encoder()) * read + decoder * said) + 4.0 * width * square) / window
+    return (2.0 * (weights(model.get_encoder()) * source + decoder * target) + 4.0 * width * square) / window
 
 
 def peak_flops(device: torch.device) -> float | None:

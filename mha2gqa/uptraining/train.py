@@ -23,13 +23,13 @@ from .distributed_training import frozen_weights, gather_master_weights
 from .interruption import Interrupted, stop_signals
 from .loss import Objective
 from .model_prep import (
-    attached,
     compile_layers,
-    liger_withdrawn,
-    narrow_stream,
+    liger_removed_after,
+    loss_attached,
+    one_document_a_row,
+    residual_in_autocast_dtype,
     set_dropout,
     undo_compile,
-    unpacked,
     worth_compiling,
 )
 from .prepare import PreparedRun
@@ -89,11 +89,11 @@ def train(
     distils = teacher is not None or corpus.cached
     liger = args.device.type == "cuda" and bool(args.use_liger_kernel)
     spec = Objective(distils, config.temperature, config.ce_weight if distils else 1.0, compiled, liger)
-    one_document = nullcontext() if config.isolate_documents else unpacked()
-    stream = narrow_stream(student) if config.residual_dtype == "bfloat16" else nullcontext()
-    kernels = liger_withdrawn(student) if args.use_liger_kernel else nullcontext()
+    one_document = nullcontext() if config.isolate_documents else one_document_a_row()
+    stream = residual_in_autocast_dtype(student) if config.residual_dtype == "bfloat16" else nullcontext()
+    kernels = liger_removed_after(student) if args.use_liger_kernel else nullcontext()
     try:
-        with kernels, attached(student, spec, teacher), one_document, stream, stop_signals() as stop:
+        with kernels, loss_attached(student, spec, teacher), one_document, stream, stop_signals() as stop:
             if compiled:  # after the heads were probed with a few tokens
                 compile_layers(student)
                 if teacher is not None:
@@ -118,8 +118,8 @@ def train(
         )
     if isinstance(corpus.train, BlockStream) and len(trainer.guard.unlabelled) == budget.steps:
         raise DataError(
-            "not one token carried loss",
-            where="data",
+            "no token had a label",
+            where="--data",
             fix="give chats with assistant turns, or set assistant_only_loss false",
         )
     _warn_of_passes(run, corpus)
@@ -192,7 +192,7 @@ def _fit(trainer: UptrainTrainer, checkpoint: Path | None) -> tuple[float | None
     trainer.meter.reset(trainer.meter.tokens)
     trainer.add_callback(StepProgress())
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-    trainer.settle()
+    trainer.finish_step()
     history: list[dict[str, Any]] = trainer.state.log_history
     step = trainer.state.global_step
     scored_now = any(e.get("step") == step and "eval_loss" in e for e in history)

@@ -21,7 +21,7 @@ from .batches import BlockStream, Position, as_is
 from .budget import learning_rate_factor, warmup_count
 from .corpus import Corpus
 from .distributed_training import check_zero_shards, is_fsdp2, is_zero3, reduce_in_float32, shard_teacher
-from .guard import Reading, SpikeGuard
+from .guard import AsyncScalars, SpikeGuard
 from .interruption import StopAndSave
 from .loss import IGNORE_INDEX, TopKLogProbs
 from .prepare import PreparedRun
@@ -94,7 +94,7 @@ class UptrainTrainer(Trainer):
         self._logged_step = 0
         self._resumed: Path | None = None
         self._pending: dict[str, float] | None = None
-        self._waiting: tuple[int, int, Reading] | None = None  # step, labels, values not yet settled
+        self._waiting: tuple[int, int, AsyncScalars] | None = None  # step, labels, values not yet settled
 
     # --- data ---------------------------------------------------------------------------------------
 
@@ -161,7 +161,7 @@ class UptrainTrainer(Trainer):
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         if hasattr(norm, "full_tensor"):  # sharded gradients give a partial norm
             norm = norm.full_tensor()
-        self.settle()
+        self.finish_step()
         device, stop = self._sums.device, float(bool(self.stop))
         size = torch.as_tensor(0.0 if norm is None else norm, device=device)
         values = torch.stack([self._sums[0].double(), size.double(), torch.full_like(size.double(), stop)])
@@ -172,17 +172,17 @@ class UptrainTrainer(Trainer):
             self.stopper.agreed = stop > 0
         self._sums[0] = 0
         rejected = self.guard.rejects(values[0], values[1], self._labels)
-        self._waiting = (self.state.global_step + 1, self._labels, Reading(values))
+        self._waiting = (self.state.global_step + 1, self._labels, AsyncScalars(values))
         optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)
         # What GradScaler uses: the fused kernels leave weights and moments alone where this is 1.
         sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
         if getattr(optimizer, "_step_supports_amp_scaling", False) and not sharded:
             optimizer.found_inf = rejected.float()
-        elif not self.settle():
+        elif not self.finish_step():
             model.zero_grad(set_to_none=True)  # an optimiser leaves parameters without gradient alone
         return norm
 
-    def settle(self) -> bool:
+    def finish_step(self) -> bool:
         """Enter the last step in the guard's record.
 
         Returns:
@@ -259,7 +259,7 @@ class UptrainTrainer(Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add tokens, speed, memory and time left to what the Trainer logs."""
         step, budget = self.state.global_step, self.run.budget
-        self.settle()
+        self.finish_step()
         if "loss" in logs:
             tokens = step * budget.batch_tokens
             ce = self._sums[1].clone()
@@ -283,7 +283,7 @@ class UptrainTrainer(Trainer):
     # --- checkpoints --------------------------------------------------------------------------------
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        self.settle()
+        self.finish_step()
         folder = Path(str(self.args.output_dir)) / f"checkpoint-{self.state.global_step}"
         with self.meter.pause(), quiet():
             with cleanup_on_error(folder):

@@ -19,7 +19,7 @@ from .collect import (
     moment_warnings,
     run,
 )
-from .hooks import IMPLEMENTATION, observing
+from .hooks import IMPLEMENTATION, mark_padding, observing
 from .second_moments import SecondMoments, Statistics, fingerprint, load_statistics, module_key, writable
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "data_digest",
     "fingerprint",
     "load_statistics",
+    "mark_padding",
     "model_device",
     "module_key",
     "moment_rows",

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..architectures import AttentionModule, AttentionSpec, find_attention_modules
 from ..errors import CheckpointError, DataError, UnsupportedModelError
-from .hooks import observing
+from .hooks import mark_padding, observing
 from .second_moments import Statistics, fingerprint, module_key
 
 SCORE_BYTES = {"cpu": 1 << 29, "cuda": 1 << 32}  # attention scores of one batch take about this much
@@ -88,7 +88,8 @@ def collect(
     Args:
         model: A transformers model in eval mode.
         spec: Its architecture.
-        inputs: `[N, T]` token ids, or keyword tensors of the model's forward with N rows each.
+        inputs: `[N, T]` token ids, or keyword tensors of the model's forward with N rows each. Where they hold
+            `attention_mask` or `decoder_attention_mask`, padding does not count.
         batch_size: Rows per pass; by default as many as keep attention scores within a fixed budget.
         progress: Called with `(rows done, rows)`.
 
@@ -113,6 +114,7 @@ def collect(
     size = batch_size or moment_rows(model, rows.shape[1])
     with observing(model, instances) as found:
         for done, batch in enumerate(batches(inputs, size), 1):
+            mark_padding(found, batch)
             run(model, batch)
             check_finite_moments(found.values())
             if progress:

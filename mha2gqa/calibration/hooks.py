@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +17,38 @@ from ..errors import CheckpointError
 from .second_moments import SecondMoments
 
 IMPLEMENTATION = "mha2gqa_observed"  # the name our attention function is registered under
+
+
+@dataclass(frozen=True)
+class Padding:
+    """Which positions of a batch are real, `[B, S]` and `[B, T]` of ones and zeros; None for all."""
+
+    encoder: Tensor | None = None
+    decoder: Tensor | None = None
+
+
+def mark_padding(accumulators: Mapping[str, Accumulator], batch: Mapping[str, Tensor]) -> None:
+    """Tell accumulators which positions of the batch that comes next are real.
+
+    Keys and values of self-attention, and all queries, are the decoder's; those of cross-attention the encoder's.
+
+    Args:
+        accumulators: Of `observing`.
+        batch: Keyword tensors of the model's forward. Without `decoder_input_ids` the model is a decoder, and
+            `attention_mask` its own.
+    """
+    encoder, decoder = batch.get("attention_mask"), batch.get("decoder_attention_mask")
+    seq2seq = "decoder_input_ids" in batch
+    padding = Padding(encoder, decoder) if seq2seq else Padding(None, encoder)
+    for accumulator in accumulators.values():
+        accumulator.padding = padding
+
+
+def _fitting(mask: Tensor | None, states: Tensor) -> Tensor | None:
+    """A mask for states `[B, S, …]`; None where all is real, or where convolutions have changed the length."""
+    if mask is None or mask.shape != states.shape[:2] or bool(mask.all()):
+        return None
+    return mask.to(states.device, torch.float64)
 
 
 class Accumulator:
@@ -30,6 +63,8 @@ class Accumulator:
         self.cross = False
         self.current: Tensor | None = None  # [B, S, n] of the pass that is running
         self.received: Tensor | None = None  # [B, S] attention received in it
+        self.padding = Padding()  # of the batch that is running
+        self.keys: Tensor | None = None  # [B, S] which of `current` are real; None for all
 
     def see(self, states: Tensor, cross: bool) -> None:
         """Inputs of keys and values, `[B, S, D]`."""
@@ -37,12 +72,20 @@ class Accumulator:
         self.current = torch.cat([x, x.new_ones(*x.shape[:2], 1)], 2)
         self.received = None
         self.cross = cross
+        self.keys = _fitting(self.padding.encoder if cross else self.padding.decoder, x)
 
     def attend(self, queries: Tensor, weights: Tensor) -> None:
         """Queries `[B, H, T, d]` and attention weights `[B, H, T, S]`."""
         assert self.current is not None
+        real = _fitting(self.padding.decoder, queries.transpose(1, 2))  # [B, T]
+        if real is not None:
+            queries, weights = queries * real[:, None, :, None], weights * real[:, None, :, None]
         scores = weights.detach().flatten(1, 2).float()  # [B, H T, S]
         self.received = scores.mean(1).to(torch.float64) * scores.shape[2]  # [B, S], about 1 on average
+        if real is not None:
+            self.received *= real.shape[1] / real.sum(1, keepdim=True)
+        if self.keys is not None:
+            self.received *= self.keys.sum(1, keepdim=True) / self.keys.shape[1]
         gram = (scores.mT @ scores).to(torch.float64) / weights.shape[1]  # [B, S, S]
         mixed = sum(x.T @ (g @ x) for g, x in zip(gram, self.current, strict=True))
         assert isinstance(mixed, Tensor)
@@ -50,17 +93,19 @@ class Accumulator:
         second = q.mT @ q
         self.mixed = mixed if self.mixed is None else self.mixed.add_(mixed)
         self.queries = second if self.queries is None else self.queries.add_(second)
-        self.read += queries.shape[0] * queries.shape[2]
+        self.read += queries.shape[0] * queries.shape[2] if real is None else int(real.sum())
 
     def leave(self) -> None:
         """The call is over."""
         assert self.current is not None
         flat = self.current.flatten(0, 1)
         weighted = flat if self.received is None else flat * ((1 + self.received) / 2).flatten()[:, None]
+        if self.keys is not None:
+            weighted = weighted * self.keys.flatten()[:, None]
         gram = weighted.T @ flat
         self.inputs = gram if self.inputs is None else self.inputs.add_(gram)
-        self.tokens += len(flat)
-        self.current = self.received = None
+        self.tokens += len(flat) if self.keys is None else int(self.keys.sum())
+        self.current = self.received = self.keys = None
 
     def pool(self, all_reduce: Callable[[Tensor], Tensor]) -> None:
         """Add up the sums of all processes.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -199,6 +200,9 @@ class CheckpointLayers:
 
         if not names:
             return
+        for name in (computed := [name for name in names if self._is_computed(name)]):
+            self._compute(name)
+        names = [name for name in names if name not in computed]
         tied = {name: self._source_of(name) for name in names if name not in self._stored}
         own = [name for name in dict.fromkeys([*names, *tied.values()]) if name not in tied]
         sources = dict.fromkeys(source for name in own for source in self._stored[name])
@@ -222,6 +226,18 @@ class CheckpointLayers:
                 fix="download the checkpoint again",
             )
         self.model.requires_grad_(False)
+
+    def _is_computed(self, name: str) -> bool:
+        """Whether the class makes a parameter itself where no file has it (Marian's sinusoids)."""
+        patterns = getattr(self.model, "_keys_to_ignore_on_load_missing", None) or ()
+        tied = name in getattr(self.model, "all_tied_weights_keys", {})
+        return name not in self._stored and not tied and any(re.search(p, name) for p in patterns)
+
+    def _compute(self, name: str) -> None:
+        owner, leaf = _owner(self.model, name), name.rpartition(".")[2]
+        empty = torch.empty_like(getattr(owner, leaf), device=self.device)
+        setattr(owner, leaf, nn.Parameter(empty, requires_grad=False))
+        self.model._init_weights(owner)
 
     def _source_of(self, name: str) -> str:
         """The stored parameter whose storage one that is not stored shares.

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from .coerce import Bytes
-from .option import ADVANCED, CALIBRATION, CLI, OUTPUT, WHAT, Config, OptionError, option
+from .option import ADVANCED, CALIBRATION, CLI, OUTPUT, WHAT, OptionError, option
+from .pair_options import PairConfig
 from .reconstruct import ReconstructConfig
 
 Method = Literal["mean", "first", "random", "align", "joint"]
@@ -15,7 +16,7 @@ Attention = Literal["self", "cross"]
 
 
 @dataclass(frozen=True)
-class ConvertConfig(Config):
+class ConvertConfig(PairConfig):
     """Everything `convert` is asked."""
 
     source: Any = option(..., "Folder or Hub id of the model.", WHAT, argument=True, form=str, where=(CLI,))
@@ -43,7 +44,8 @@ class ConvertConfig(Config):
     )
     calibration: Any = option(
         (),
-        "Text to calibrate on: file, folder, glob or NAME[:CONFIG[:SPLIT]] of the Hub. Repeatable.",
+        "Text to calibrate on, or pairs for an encoder-decoder: file, folder, glob or NAME[:CONFIG[:SPLIT]] of the "
+        "Hub. Repeatable.",
         WHAT,
         metavar="DATA",
         form=tuple[str, ...],

@@ -6,16 +6,15 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from .option import ADVANCED, CLI, GATES, OUTPUT, PAIRS, RECIPE, WHAT, Config, option
+from .pair_options import PairConfig
 
 Protocol = Literal["blocks", "window", "wikitext2", "rolling", "span-corruption", "pairs"]
 Metric = Literal["auto", "wer", "cer", "bleu", "chrf", "exact_match"]
-Task = Literal["transcribe", "translate"]
-Targets = Literal["data", "generate"]
 Bos = Literal["auto", "always", "never"]
 
 
 @dataclass(frozen=True)
-class EvaluateConfig(Config):
+class EvaluateConfig(PairConfig):
     """Everything `evaluate` is asked."""
 
     models: Any = option(
@@ -89,34 +88,6 @@ class EvaluateConfig(Config):
     task_limit: int | None = option(
         None, "At most this many examples of each task.", range=">= 1", unset="all"
     )
-    source_column: str | None = option(
-        None,
-        "Column of the source text, or of the recording, of pairs.",
-        PAIRS,
-        metavar="NAME",
-        unset="found by name",
-    )
-    target_column: str | None = option(
-        None, "Column of their target text.", PAIRS, metavar="NAME", unset="found by name"
-    )
-    source_lang: str | None = option(
-        None,
-        "Language of the sources as the tokenizer spells it (eng_Latn, ro_RO, en); for Whisper the one spoken.",
-        PAIRS,
-        metavar="CODE",
-        unset="the tokenizer's",
-    )
-    target_lang: str | None = option(
-        None, "Language of the targets, likewise.", PAIRS, metavar="CODE", unset="the tokenizer's"
-    )
-    task: Task = option("transcribe", "Task of Whisper.", PAIRS)
-    source_prefix: str = option(
-        "", "Text before each source, such as 'translate English to German: ' for T5.", PAIRS, metavar="TEXT"
-    )
-    targets: Targets = option(
-        "data", "Where the targets come from: the original model can write them.", PAIRS
-    )
-    beams: int = option(1, "Width of the search where text is generated; 1 is greedy.", PAIRS, range=">= 1")
     metrics: tuple[Metric, ...] = option(
         (),
         "Metrics of generated text, with commas between them; auto chooses by what the pairs are.",

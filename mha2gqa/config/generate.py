@@ -46,7 +46,8 @@ def keywords() -> str:
         "",
         "from .coerce import Bytes, Steps",
         "from .convert import Attention, Method",
-        "from .evaluate import Bos, Metric, Protocol, Targets, Task",
+        "from .evaluate import Bos, Metric, Protocol",
+        "from .pair_options import Targets, Task",
         "from .reconstruct import ReconstructConfig",
         "from .uptrain import Objective, Residual, Schedule, Train",
     ]

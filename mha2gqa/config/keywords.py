@@ -7,7 +7,8 @@ from typing import Any, TypedDict
 
 from .coerce import Bytes, Steps
 from .convert import Attention, Method
-from .evaluate import Bos, Metric, Protocol, Targets, Task
+from .evaluate import Bos, Metric, Protocol
+from .pair_options import Targets, Task
 from .reconstruct import ReconstructConfig
 from .uptrain import Objective, Residual, Schedule, Train
 
@@ -15,6 +16,14 @@ from .uptrain import Objective, Residual, Schedule, Train
 class ConvertKeywords(TypedDict, total=False):
     """Options of `ConvertConfig`."""
 
+    source_column: str | None
+    target_column: str | None
+    source_lang: str | None
+    target_lang: str | None
+    task: Task
+    source_prefix: str
+    targets: Targets
+    beams: int
     method: Method | None
     calibration: Any
     as_: str
@@ -40,6 +49,14 @@ class ConvertKeywords(TypedDict, total=False):
 class EvaluateKeywords(TypedDict, total=False):
     """Options of `EvaluateConfig`."""
 
+    source_column: str | None
+    target_column: str | None
+    source_lang: str | None
+    target_lang: str | None
+    task: Task
+    source_prefix: str
+    targets: Targets
+    beams: int
     protocol: Protocol
     against: Any
     window: int | None
@@ -54,14 +71,6 @@ class EvaluateKeywords(TypedDict, total=False):
     worst: int
     tasks: tuple[str, ...]
     task_limit: int | None
-    source_column: str | None
-    target_column: str | None
-    source_lang: str | None
-    target_lang: str | None
-    task: Task
-    source_prefix: str
-    targets: Targets
-    beams: int
     metrics: tuple[Metric, ...]
     max_examples: int | None
     trust_remote_code: bool

@@ -262,7 +262,7 @@ def _with_model(
     if options.statistics and not Path(options.statistics).exists():
         writable(options.statistics)  # before the text is run, which may take an hour
     tokenizer = load_tokenizer(checkpoint.path, trust_remote_code=options.trust_remote_code)
-    inputs = calibration_inputs(tokenizer, checkpoint.config, options)
+    inputs = calibration_inputs(tokenizer, checkpoint.config, options, checkpoint.path)
     whole = fitted is not None and fitted.regress and fitted.distill_steps > 0
     layers = _resident(checkpoint, options) if whole else _streamed(checkpoint, options)
     try:

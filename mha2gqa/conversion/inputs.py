@@ -1,9 +1,11 @@
-"""Calibration text as what a model reads: blocks of tokens, or corrupted spans for an encoder-decoder."""
+"""Calibration data as what a model reads: blocks of tokens, for an encoder-decoder pairs or corrupted spans."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,23 +14,49 @@ from torch import Tensor
 
 from ..calibration import Batch
 from ..checkpoints.hf_config import is_encoder_decoder, known_config, longest_context
-from ..data import TextSource, cut_blocks, encode_documents, first_tokens, span_corruption, within
+from ..checkpoints.loading import load_model
+from ..data import (
+    Pair,
+    PairSource,
+    TextSource,
+    cut_blocks,
+    encode_documents,
+    first_tokens,
+    span_corruption,
+    within,
+)
+from ..data.generation import with_targets
+from ..data.seq2seq import IGNORE_INDEX, Example, PairEncoder, encoder_positions, is_audio, open_encoder
 from ..data.spans import sentinel_ids
-from ..errors import DataError, UsageError
+from ..errors import DataError
 from ..evaluation import block_loss
 from .options import CalibrationOptions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-MIN_TOKENS = 64  # less text says nothing
+MIN_TOKENS, MIN_TARGETS = 64, 8  # less text says nothing
+CHECKED_PAIRS = 10_000  # looked at before any is encoded
 HELD_OUT = 16  # blocks kept back to judge the result by, at most
-SPAN_LABELS = "labels"
+LABELS = "labels"
 
 
 @dataclass(frozen=True)
 class Inputs:
     """What the model reads.
+
+    The rows of a decoder are blocks of one length, so nothing is padded. The rows of an encoder-decoder are the
+    keyword tensors of its forward, padded on the right to one length, and these are what whoever measures or fits
+    on them can rely on:
+
+    - `attention_mask` `[N, S]` is 1 where the encoder reads something real, `decoder_attention_mask` `[N, T]` where
+      the decoder does. A mask that is absent means that all positions are real. (Whisper attends to the silence
+      behind a recording as to any sound: its encoder has no mask.)
+    - Both masks are passed to the model, so that real positions compute what they compute without padding.
+    - Second moments count real positions only: keys and values of self-attention and all queries those of the
+      decoder, keys and values of cross-attention those of the encoder (`calibration.mark_padding`).
+    - `labels` `[N, T]` is what the decoder must say after each position, -100 where no loss is taken: in padding and
+      within the prompt. It is no argument of the forward (`read` leaves it out).
 
     Args:
         rows: Ids `[N, T + 1]` (inputs, and targets one later), or keyword tensors with N rows each.
@@ -57,37 +85,51 @@ class Inputs:
         """What the forward pass gets: no targets."""
         if isinstance(self.rows, Tensor):
             return self.rows[:, :-1]
-        return {name: x for name, x in self.rows.items() if name != SPAN_LABELS}
+        return {name: x for name, x in self.rows.items() if name != LABELS}
 
     @property
     def window(self) -> int:
-        """Tokens of a row (of an encoder-decoder: those the encoder reads)."""
+        """Positions of a row: tokens, or of an encoder-decoder about as many as its encoder has."""
         read = self.read
-        return (read if isinstance(read, Tensor) else read["input_ids"]).shape[1]
+        if isinstance(read, Tensor):
+            return read.shape[1]
+        if "input_ids" in read:
+            return read["input_ids"].shape[1]
+        encoder = next(x for name, x in read.items() if name.startswith("input_"))
+        return max(encoder_positions(encoder.shape[1:], ids=False), read["decoder_input_ids"].shape[1])
 
     @property
     def tokens(self) -> int:
-        """Tokens of all rows."""
+        """Positions of all rows."""
         return len(self) * self.window
 
 
 def calibration_inputs(
-    tokenizer: PreTrainedTokenizerBase, config: Mapping[str, Any], options: CalibrationOptions
+    tokenizer: PreTrainedTokenizerBase,
+    config: Mapping[str, Any],
+    options: CalibrationOptions,
+    source: str | Path | None = None,
 ) -> Inputs:
-    """The calibration text as a model of this config reads it.
+    """The calibration data as a model of this config reads it.
 
     Args:
         tokenizer: Of the model.
         config: Its raw config.
-        options: Text, tokens, window.
+        options: Text or pairs, tokens, window.
+        source: The model's folder or Hub id: what hears needs its feature extractor, and what writes its own
+            targets is run.
 
     Returns:
         At least one row; shorter than the window where there is less text.
 
     Raises:
-        DataError: Next to no text, or another model's tokenizer.
-        UsageError: An encoder-decoder that was not pretrained on corrupted spans.
+        DataError: Next to no text, text for a model that needs pairs, or another model's tokenizer.
+        UsageError: Languages that must be named.
     """
+    if is_encoder_decoder(config):
+        pairs = options.pairs.open(options.texts, is_audio(config))
+        if pairs.audio or not sentinel_ids(tokenizer) or pairs.fits():
+            return _pair_inputs(tokenizer, config, options, pairs, source)
     texts = TextSource(options.texts, options.text_column)
     window = min(options.window, longest_context(config) or options.window)
     embeddings = getattr(known_config(config), "vocab_size", None)
@@ -95,17 +137,59 @@ def calibration_inputs(
     ids = within(encode_documents(tokenizer, texts), embeddings, where)
     if not is_encoder_decoder(config):
         return Inputs(calibration_blocks(ids, window, options.tokens, overlap=1), tuple(texts.warnings))
-    if not sentinel_ids(tokenizer):
-        raise UsageError(
-            f"plain text cannot calibrate a {config.get('model_type')} model whose tokenizer has no span sentinels",
-            where="--calibration",
-            fix="use --method joint without text, or --statistics measured with calibration.collect",
-        )
     blocks = calibration_blocks(ids, window, options.tokens, overlap=0)
     made = span_corruption(tokenizer, config, blocks.shape[1], options.seed)
     encoder, targets = made(blocks.numpy(), range(len(blocks)))
-    rows = {"input_ids": encoder, "decoder_input_ids": made.decoder_inputs(targets), SPAN_LABELS: targets}
+    rows = {"input_ids": encoder, "decoder_input_ids": made.decoder_inputs(targets), LABELS: targets}
     return Inputs({name: torch.from_numpy(x) for name, x in rows.items()}, tuple(texts.warnings))
+
+
+# --- pairs -----------------------------------------------------------------------------------------------
+
+
+def _pair_inputs(
+    tokenizer: PreTrainedTokenizerBase,
+    config: Mapping[str, Any],
+    options: CalibrationOptions,
+    pairs: PairSource,
+    source: str | Path | None,
+) -> Inputs:
+    """Pairs up to so many positions of encoder and decoder, in one padded batch."""
+    path = source or tokenizer.name_or_path
+    encoder = open_encoder(path, options.pairs, options.trust_remote_code, tokenizer, config)
+    encoder.check(islice(pairs, CHECKED_PAIRS))
+    given: Iterable[Pair] = pairs
+    if options.pairs.targets == "generate":
+        given = _written(path, encoder, pairs, options)
+    examples: list[Example] = []
+    count = 0
+    for pair in given:
+        example = encoder.encode(pair)
+        count += encoder_positions(example.encoder.shape, not pairs.audio) + len(example.decoder) - 1
+        if examples and count > options.tokens:
+            break
+        examples.append(example)
+    made = encoder.collate(examples)
+    if made.target_tokens < MIN_TARGETS:
+        raise DataError(
+            f"{made.target_tokens} tokens of targets are too few to calibrate on",
+            where="--calibration",
+            fix="give some hundreds of pairs, or minutes of speech",
+        )
+    report = (*pairs.warnings, *encoder.report(), *_said(pairs.empty))
+    return Inputs(made.rows() | {LABELS: made.labels}, report)
+
+
+def _said(empty: int) -> list[str]:
+    return [f"{empty:,} rows without a source or a target were left out"] if empty else []
+
+
+def _written(
+    path: str | Path, encoder: PairEncoder, pairs: Iterable[Pair], options: CalibrationOptions
+) -> Iterator[Pair]:
+    """The pairs with targets that the original writes, as many as are drawn."""
+    model = load_model(path, device=options.device, trust_remote_code=options.trust_remote_code)
+    return with_targets(model, encoder, pairs, beams=options.pairs.beams)
 
 
 def calibration_blocks(documents: Iterable[np.ndarray], window: int, tokens: int, overlap: int) -> Tensor:
@@ -148,9 +232,9 @@ def held_out_loss(model: Any, kept: Inputs) -> float:
     total, count = 0.0, 0
     for i in range(0, len(kept), 4):
         batch = dict(kept[i : i + 4].rows)
-        labels = batch.pop(SPAN_LABELS)
+        labels = batch.pop(LABELS)
         logits = model(**batch, use_cache=False).logits.float()
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
         total += float(loss)
-        count += labels.numel()
+        count += int((labels != IGNORE_INDEX).sum())
     return total / count

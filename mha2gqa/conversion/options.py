@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..config import ConvertConfig, OptionError, ReconstructConfig
-from ..data import TextSource
+from ..data import PairOptions, TextSource
 from ..progress import current
 from .plan import Plan
 
@@ -26,6 +26,7 @@ class CalibrationOptions:
         tokens, window: `calibration_tokens` and `calibration_window`.
         grouping: As there, or `given`, which keeps what the plan holds.
         text_column, statistics, refit, reconstruct, fit, device, seed, trust_remote_code: As there.
+        pairs: How pairs are read for an encoder-decoder.
     """
 
     texts: tuple[str, ...] | TextSource = ()
@@ -40,6 +41,7 @@ class CalibrationOptions:
     device: Any = ConvertConfig.device
     seed: int = ConvertConfig.seed
     trust_remote_code: bool = False
+    pairs: PairOptions = field(default_factory=PairOptions)
 
     @classmethod
     def of(
@@ -65,6 +67,7 @@ class CalibrationOptions:
             config.device,
             config.seed,
             config.trust_remote_code,
+            PairOptions.of(config),
         )
 
     def fitted(self, text: bool) -> ReconstructConfig | None:

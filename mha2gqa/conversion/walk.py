@@ -24,6 +24,7 @@ from ..calibration import (
     collect,
     data_digest,
     fingerprint,
+    mark_padding,
     module_key,
     moment_rows,
     moment_warnings,
@@ -40,7 +41,7 @@ from ..reconstruct.ranks import Ranks
 from ..reconstruct.row_store import Memory, choose_place
 from ..reconstruct.train_state import frozen, repeatable
 from .in_memory import empty_copy
-from .inputs import SPAN_LABELS, Inputs, held_out_loss
+from .inputs import LABELS, Inputs, held_out_loss
 from .options import CALIBRATED, CalibrationOptions
 from .plan import ModulePlan, Plan
 from .rewrite import ModuleConverter
@@ -258,6 +259,7 @@ class Walk:
             rows = moment_rows(self.teacher, self.inputs.window)
             with observing(self.teacher, instances) as sums:
                 for i, batch in enumerate(self.original.batches):
+                    mark_padding(sums, batch)
                     count = len(next(iter(batch.values())))
                     step = count if self.original.masked else min(rows, count)
                     for start in range(0, count, step):
@@ -576,7 +578,7 @@ def stream_loss(stream: Stream, kept: Inputs, positions: Positions | None = None
         kept: Rows with their targets.
         positions: Receives the losses by length of context.
     """
-    targets = kept.rows[:, 1:] if isinstance(kept.rows, Tensor) else kept.rows[SPAN_LABELS]
+    targets = kept.rows[:, 1:] if isinstance(kept.rows, Tensor) else kept.rows[LABELS]
     total, count = 0.0, 0
     for i in range(len(stream.batches)):
         logits = stream.logits(i)

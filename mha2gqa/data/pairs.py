@@ -8,6 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from ..config.pair_options import PairConfig
 from ..errors import DataError, Mha2gqaError, UsageError, reason
 from .audio import AUDIO_SUFFIXES, Audio, to_audio
 from .formats import column_names, hub_records, records, undecoded
@@ -292,6 +293,20 @@ class PairOptions:
             raise UsageError("must be data or generate", where=f"--targets {self.targets}")
         if self.beams < 1:
             raise UsageError("must be at least 1", where=f"--beams {self.beams}")
+
+    @classmethod
+    def of(cls, config: PairConfig) -> PairOptions:
+        """What the options of a command say about pairs."""
+        return cls(
+            config.source_column,
+            config.target_column,
+            config.source_lang,
+            config.target_lang,
+            config.task,
+            config.source_prefix,
+            config.targets,
+            config.beams,
+        )
 
     def open(self, data: Any, audio: bool, limit: int | None = None) -> PairSource:
         """The pairs of `data`, at most `limit`."""

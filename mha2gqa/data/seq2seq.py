@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 IGNORE_INDEX = -100
+SAMPLES_A_POSITION = 320  # of sound, about
 UNMASKED = (WHISPER,)  # encoders that attend to all of their input, silence behind a recording included
 NO_LIMIT = 10**9  # a tokenizer's `model_max_length` beyond this means that none is known
 SOURCE_LIMITS = ("max_source_positions", "max_encoder_position_embeddings", "max_position_embeddings")
@@ -285,6 +286,18 @@ class PairEncoder:
         return [f"{count:,} {kind} {what}" for count, what in counts if count]
 
 
+def encoder_positions(shape: Sequence[int], ids: bool) -> int:
+    """About how many positions an encoder has: convolutions halve features and shorten sound by far.
+
+    Args:
+        shape: Of what it reads: ids `[S]`, features of two axes, or samples `[n]`.
+        ids: Whether that is ids.
+    """
+    if ids:
+        return shape[0]
+    return max(shape) // 2 if len(shape) == 2 else shape[0] // SAMPLES_A_POSITION
+
+
 def pad_encoder(items: Sequence[np.ndarray], pad: int = 0) -> tuple[Tensor, Tensor]:
     """What encoders read, padded on the right to one length, and its mask.
 
@@ -309,7 +322,11 @@ def pad_encoder(items: Sequence[np.ndarray], pad: int = 0) -> tuple[Tensor, Tens
 
 
 def open_encoder(
-    path: str | Path, options: PairOptions, trust_remote_code: bool = False, tokenizer: Any = None
+    path: str | Path,
+    options: PairOptions,
+    trust_remote_code: bool = False,
+    tokenizer: Any = None,
+    config: Mapping[str, Any] | None = None,
 ) -> PairEncoder:
     """The encoder of pairs of a model in a folder or on the Hub.
 
@@ -317,13 +334,13 @@ def open_encoder(
         path: The model.
         options: How pairs are read.
         trust_remote_code: Run code that the folder brings along.
-        tokenizer: Its tokenizer, where it has been loaded.
+        tokenizer, config: Its tokenizer and raw config, where they have been loaded.
 
     Raises:
         CheckpointError: Config, tokenizer or feature extractor cannot be loaded.
         UsageError, DataError: As `PairEncoder`.
     """
-    raw = load_config_json(path)
+    raw = load_config_json(path) if config is None else config
     tokenizer = tokenizer or load_tokenizer(path, trust_remote_code)
     extractor = load_extractor(path, trust_remote_code) if is_audio(raw) else None
     return PairEncoder(tokenizer, raw, options, _generation_config(path), extractor, str(path))

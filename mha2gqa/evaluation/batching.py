@@ -11,10 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..data.seq2seq import pad_encoder
+from ..data.seq2seq import encoder_positions, pad_encoder
 from .protocols import Window
 
-SAMPLES_A_POSITION = 320  # of sound
 POOL_BATCHES = 32  # windows of this many full batches, at most, are sorted by length together
 
 
@@ -88,14 +87,8 @@ def _cut(pool: Mapping[int, Sequence[Window]], room: int) -> Iterator[Batch]:
 
 
 def _length(item: Window) -> int:
-    return len(item.ids) - 1 + (0 if item.encoder is None else _positions(item.encoder))
-
-
-def _positions(encoder: np.ndarray) -> int:
-    """About how many positions an encoder has: convolutions halve features, and shorten samples by far."""
-    if encoder.dtype.kind == "i":
-        return len(encoder)
-    return len(encoder) // SAMPLES_A_POSITION if encoder.ndim == 1 else max(encoder.shape) // 2
+    read = item.encoder
+    return len(item.ids) - 1 + (0 if read is None else encoder_positions(read.shape, read.dtype.kind == "i"))
 
 
 def _padded(rows: Sequence[np.ndarray]) -> np.ndarray:

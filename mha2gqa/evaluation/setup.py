@@ -142,20 +142,6 @@ def prepare(config: EvaluateConfig) -> ResolvedConfig:
     )
 
 
-def pair_options(config: EvaluateConfig) -> PairOptions:
-    """How pairs are read."""
-    return PairOptions(
-        config.source_column,
-        config.target_column,
-        config.source_lang,
-        config.target_lang,
-        config.task,
-        config.source_prefix,
-        config.targets,
-        config.beams,
-    )
-
-
 def _open_data(config: EvaluateConfig, warnings: list[str]) -> tuple[TextSource | PairSource, EvaluateConfig]:
     """The text or the pairs, and the protocol for what the models are.
 
@@ -167,10 +153,10 @@ def _open_data(config: EvaluateConfig, warnings: list[str]) -> tuple[TextSource 
         return TextSource(config.data, config.text_column, rows=config.protocol == "wikitext2"), config
     if not all(map(is_encoder_decoder, kinds)):
         if asked:
-            text = pair_options(config).open(config.data, is_audio(kinds[0]), config.max_examples)
+            text = PairOptions.of(config).open(config.data, is_audio(kinds[0]), config.max_examples)
             return text, config  # refused below, with the name of the model
         return TextSource(config.data, config.text_column), config
-    pairs = pair_options(config).open(config.data, is_audio(kinds[0]), config.max_examples)
+    pairs = PairOptions.of(config).open(config.data, is_audio(kinds[0]), config.max_examples)
     if asked or pairs.audio or pairs.fits() or not _sentinels(config):
         if not asked:
             warnings.append(f"encoder-decoder: scored by {PAIRS}")
@@ -260,7 +246,7 @@ def _tokenizer(
 
 
 def _pair_encoder(entry: EvalModel, config: EvaluateConfig) -> PairEncoder:
-    options, subject = pair_options(config), entry.subject
+    options, subject = PairOptions.of(config), entry.subject
     if not isinstance(subject, LoadedModel):
         return open_encoder(subject, options, config.trust_remote_code, entry.tokenizer)
     extractor = getattr(subject.tokenizer, "feature_extractor", None)

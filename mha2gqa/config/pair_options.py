@@ -1,0 +1,45 @@
+"""How pairs of an encoder-decoder are read: options that every command on pairs has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from .option import PAIRS, Config, option
+
+Task = Literal["transcribe", "translate"]
+Targets = Literal["data", "generate"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairConfig(Config):
+    """How pairs are read for a model."""
+
+    source_column: str | None = option(
+        None,
+        "Column of the source text, or of the recording, of pairs.",
+        PAIRS,
+        metavar="NAME",
+        unset="found by name",
+    )
+    target_column: str | None = option(
+        None, "Column of their target text.", PAIRS, metavar="NAME", unset="found by name"
+    )
+    source_lang: str | None = option(
+        None,
+        "Language of the sources as the tokenizer spells it (eng_Latn, ro_RO, en); for Whisper the one spoken.",
+        PAIRS,
+        metavar="CODE",
+        unset="the tokenizer's",
+    )
+    target_lang: str | None = option(
+        None, "Language of the targets, likewise.", PAIRS, metavar="CODE", unset="the tokenizer's"
+    )
+    task: Task = option("transcribe", "Task of Whisper.", PAIRS)
+    source_prefix: str = option(
+        "", "Text before each source, such as 'translate English to German: ' for T5.", PAIRS, metavar="TEXT"
+    )
+    targets: Targets = option(
+        "data", "Where the targets come from: the original model can write them.", PAIRS
+    )
+    beams: int = option(1, "Width of the search where text is generated; 1 is greedy.", PAIRS, range=">= 1")

@@ -103,7 +103,7 @@ def test_kinds_of_models_and_protocols_that_do_not_go_together(tmp_path: Path, d
     with pytest.raises(UsageError, match="does not fit a decoder; try --protocol blocks"):
         evaluate(gpt2, str(data), protocol="span-corruption")
     none = saved_t5(tmp_path / "none", sentinels=0)
-    with pytest.raises(DataError, match="no column 'source' or 'target'"):
+    with pytest.raises(DataError, match="an encoder-decoder needs the columns source and target"):
         evaluate(none, str(data), window=WINDOW, device="cpu")
     with pytest.raises(UsageError, match="use span-corruption"):
         choose_objective(UptrainConfig("m", "o", (), objective="next-token"), {"model_type": "t5"})
@@ -251,5 +251,5 @@ def test_dropout_is_off_while_uptraining_unless_asked_for() -> None:
         assert set_dropout(model, 0.0) == 0.5
         torch.testing.assert_close(model.train()(**inputs(name)).logits, model.eval()(**inputs(name)).logits)
         assert all(m.p == 0 for m in model.modules() if isinstance(m, nn.Dropout))
-    with pytest.raises(UsageError, match="dropout: must be >= 0 and < 1"):
+    with pytest.raises(UsageError, match="not a probability"):
         UptrainConfig("m", "o", (), dropout=1.0)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..checkpoints.loading import quiet
 from ..errors import DataError, reason
 from .pairs import Pair
 from .seq2seq import Example, PairEncoder
@@ -65,16 +66,17 @@ def _generate(
     prompt = torch.tensor([encoder.prompt] * len(examples), device=device)
     try:
         # Whisper's own `generate` would choose language and prompt anew and cut long recordings in pieces.
-        ids = GenerationMixin.generate(
-            model,
-            **inputs,
-            decoder_input_ids=prompt,
-            num_beams=beams,
-            do_sample=False,
-            max_new_tokens=limit,
-            max_length=None,
-            forced_decoder_ids=None,
-        )
+        with quiet():
+            ids = GenerationMixin.generate(
+                model,
+                **inputs,
+                decoder_input_ids=prompt,
+                num_beams=beams,
+                do_sample=False,
+                max_new_tokens=limit,
+                max_length=None,
+                forced_decoder_ids=None,
+            )
     except Exception as error:  # of the search or the model's code
         raise DataError(f"nothing can be generated ({reason(error)})", where=encoder.name) from error
     end, pad = encoder.end, encoder.pad

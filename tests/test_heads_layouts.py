@@ -97,7 +97,6 @@ def test_a_target_layout_applies_only_once_heads_are_shared() -> None:
     assert shared[:, 0].tolist() == [3.0 * h for h in range(H) for _ in range(D)] + [1.0] * D + [2.0] * D
 
 
-@pytest.mark.xfail(reason="conversion imports more of torch since the layer walk")
 def test_shapes_are_found_without_the_tracing_half_of_torch() -> None:
     """Sums and concatenations on the meta device load hundreds of modules: more than a second of a conversion."""
     code = (

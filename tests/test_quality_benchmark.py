@@ -205,7 +205,6 @@ def test_runs_on_several_gpus_are_rendered() -> None:
     assert text.endswith("\n\none of them failed")
 
 
-@pytest.mark.xfail(reason="engines and calibrate_speed have no renderer yet")
 def test_every_results_file_is_rendered() -> None:
     for path in tables.results():
         if path.stem == "engines":  # `benchmarks/engines/page.py` makes a page of its own
@@ -294,7 +293,6 @@ def test_no_row_starts_that_would_end_too_late(tmp_path: Path, monkeypatch: pyte
     assert not (tmp_path / "quality.json").exists()
 
 
-@pytest.mark.xfail(reason="compares a weighting that is gone")
 def test_fits_are_compared_on_held_out_training_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for variant in rows.VARIANTS:
         ReconstructConfig(**rows.fit_words(variant))

@@ -243,6 +243,24 @@ def calibrate_speed(record: Mapping[str, Any]) -> str:
     return f"Measured on: {measured_on(record)}.\n\n{markdown(head, lines)}"
 
 
+def walk_quality(record: Mapping[str, Any]) -> str:
+    """Losses before and after conversion became a walk over layers."""
+    lines = [
+        [
+            f"{row['what']}, G={row['groups']}, seed {row['seed']}",
+            *(f"{row['losses'][k]:.4f}" for k in ("original", "merged", "fitted")),
+            f"{sum(row['seconds'].values()):.0f}",
+        ]
+        for row in record["rows"]
+    ]
+    head = ["validation rows of the calibration text", "original", "merged", "fitted", "seconds"]
+    scored = [[row["model"], f"{row['loss']:.4f}"] for row in record["valid"]]
+    return (
+        f"Measured on: {record['hardware']['gpu']}.\n\n{markdown(head, lines)}\n\n"
+        f"{markdown(['validation set, blocks of 512', 'loss'], scored)}"
+    )
+
+
 # What a results file's command begins with -> its tables.
 RENDERERS: dict[str, Sequence[Callable[[Mapping[str, Any]], str]]] = {
     "benchmarks/quality.py": (quality, cost),
@@ -257,6 +275,7 @@ RENDERERS: dict[str, Sequence[Callable[[Mapping[str, Any]], str]]] = {
     "benchmarks/evaluate_speed.py": (evaluate_speed,),
     "benchmarks/paper_groups.py": (sweep,),
     "mha2gqa sweep": (sweep,),
+    "mha2gqa convert": (walk_quality,),
 }
 
 

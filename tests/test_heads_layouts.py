@@ -101,13 +101,13 @@ def test_shapes_are_found_without_the_tracing_half_of_torch() -> None:
     """Sums and concatenations on the meta device load hundreds of modules: more than a second of a conversion."""
     code = (
         "from mha2gqa.conversion.plan import plan_conversion\n"
-        "from mha2gqa.conversion.rewrite import site_changes\n"
+        "from mha2gqa.conversion.rewrite import module_changes\n"
         "base = {'num_attention_heads': 8, 'num_key_value_heads': 8, 'hidden_size': 64, 'num_hidden_layers': 1}\n"
         "import sys\n"
         "for kind, names in (('phi3', {'qkv': 192, 'o': 64}), ('llama', dict.fromkeys('qkvo', 64))):\n"
         "    shapes = {f'model.layers.0.self_attn.{n}_proj.weight': (rows, 64) for n, rows in names.items()}\n"
         "    plan = plan_conversion({'model_type': kind} | base, shapes, 2)\n"
-        "    assert site_changes(plan, plan.sites[0], shapes)[0]\n"
+        "    assert module_changes(plan, plan.modules[0], shapes)[0]\n"
         "assert not {'sympy', 'torch._dynamo', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

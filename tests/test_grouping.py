@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -129,3 +130,19 @@ def test_bad_grouping_files_are_refused(content: str, says: str, tmp_path: Path)
         read_groupings(file, SITES)
     with pytest.raises(UsageError, match="--grouping"):
         read_groupings(tmp_path / "missing.json", SITES)
+
+
+@pytest.mark.parametrize("budget", [24, 200])
+def test_costs_computed_ahead_change_nothing(budget: int) -> None:
+    """Not the partition, and not how much of the budget is used: only costs that are asked for count."""
+    rng = np.random.default_rng(budget)
+    points = rng.normal(size=(16, 6))
+    pairs = ((points[:, None] - points[None]) ** 2).sum(-1)
+
+    def cost(group: tuple[int, ...]) -> float:
+        return float(pairs[np.ix_(group, group)].sum()) ** 1.3 + float(weights[list(group)].sum())
+
+    weights = rng.uniform(0, 20, size=16)
+    alone = search(pairs, cost, 4, budget=budget)
+    with ThreadPoolExecutor(3) as pool:
+        assert search(pairs, cost, 4, budget=budget, pool=pool) == alone

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -65,41 +66,50 @@ def _searched(
     found: dict[str, heads.Grouping] = {s.path: s.grouping for s in plan.modules}
     facts: Facts = {}
     together: dict[tuple[str, int, int], list[tuple[ModulePlan, MergeObjective]]] = {}
-    jobs: list[Future[Found]] = []
+    searched = [m for m in modules if _free(plan, m)]
+    with _threads() as (pool, workers):
+        few = len(searched) < workers  # one cost a thread then, else one search a thread
+        jobs: list[Callable[[], Found]] = []
 
-    def search_later(members: list[tuple[ModulePlan, MergeObjective]]) -> None:
-        jobs.append(pool.submit(_search, plan.method, members, options.seed))
+        def begin(members: list[tuple[ModulePlan, MergeObjective]]) -> None:
+            if few:
+                jobs.append(partial(_search, plan.method, members, options.seed, pool))
+            else:
+                jobs.append(pool.submit(_search, plan.method, members, options.seed).result)
 
-    with _threads() as pool:
-        for module in modules:
+        for module in searched:
             count, groups = module.geometry.num_kv_heads, len(module.grouping)
-            freedom = plan.spec.permutable_of(module.module.kind)
-            if groups in (1, count) or freedom == "never":
-                continue
             objective = _objective(plan, module, read, statistics, options).costs_only()
-            if freedom == "model":
+            if plan.spec.permutable_of(module.module.kind) == "model":
                 together.setdefault((module.module.kind, count, groups), []).append((module, objective))
             else:
-                search_later([(module, objective)])
+                begin([(module, objective)])
         for members in together.values():
-            search_later(members)
+            begin(members)
         for done, job in enumerate(jobs):
-            options.say("grouping", done, len(jobs))
-            best, errors = job.result()
+            if not few:
+                options.say("grouping", done, len(jobs))
+            best, errors = job()
             for path, error in errors.items():
                 found[path] = best
                 facts[path] = {"relative_error_neighbours": error, "residual_neighbours": error}
     return found, facts
 
 
+def _free(plan: Plan, module: ModulePlan) -> bool:
+    """Whether there is a choice of heads that share."""
+    chosen = len(module.grouping) in (1, module.geometry.num_kv_heads)
+    return not chosen and plan.spec.permutable_of(module.module.kind) != "never"
+
+
 @contextmanager
-def _threads() -> Iterator[ThreadPoolExecutor]:
-    """One search per core: a small eigenproblem does not gain from several."""
+def _threads() -> Iterator[tuple[ThreadPoolExecutor, int]]:
+    """One thread per core, and how many: a small eigenproblem does not gain from several."""
     own = torch.get_num_threads()
     workers = max(1, min(own, os.cpu_count() or 1))
     try:
         with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            yield pool
+            yield pool, workers
     finally:
         torch.set_num_threads(own)
 
@@ -116,7 +126,12 @@ def _objective(
     return merge_objective(weights, context, "full" if plan.method == "joint" else "orthogonal")
 
 
-def _search(method: str, members: list[tuple[ModulePlan, MergeObjective]], seed: int) -> Found:
+def _search(
+    method: str,
+    members: list[tuple[ModulePlan, MergeObjective]],
+    seed: int,
+    pool: ThreadPoolExecutor | None = None,
+) -> Found:
     """The grouping of least summed cost of modules that must keep one order."""
     module, objectives = members[0][0], [objective for _, objective in members]
     groups = len(module.grouping)
@@ -131,7 +146,7 @@ def _search(method: str, members: list[tuple[ModulePlan, MergeObjective]], seed:
             known[group] = [objective.cost(group) for objective in objectives]
         return known[group]
 
-    best = search(pairs, lambda group: sum(costs(group)), groups, budget=budget, seed=seed)
+    best = search(pairs, lambda group: sum(costs(group)), groups, budget=budget, seed=seed, pool=pool)
     each = [
         sum(lost) / 2 for lost in zip(*map(costs, module.grouping), strict=True)
     ]  # see MergeObjective.relative_error

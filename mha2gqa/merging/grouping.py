@@ -7,7 +7,8 @@ lets exact costs only rank what it found and refine the best within a budget.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ Cost = Callable[[tuple[int, ...]], float]
 STARTS = 16  # random starts beside the neighbours and the greedy one
 FINALISTS = 6
 FRESH = 3
+AHEAD = 32  # group costs that are computed before it is known whether they are asked for
 
 
 def canonical(groups: Sequence[Sequence[int]]) -> Grouping:
@@ -36,7 +38,15 @@ def evaluations(size: int) -> int:
     return int(min(2000, max(24, 2.7e10 / max(size, 1) ** 3)))
 
 
-def search(pairs: np.ndarray, cost: Cost, groups: int, *, budget: int = 1000, seed: int = 0) -> Grouping:
+def search(
+    pairs: np.ndarray,
+    cost: Cost,
+    groups: int,
+    *,
+    budget: int = 1000,
+    seed: int = 0,
+    pool: Executor | None = None,
+) -> Grouping:
     """The cheapest partition found into `groups` groups of equal size.
 
     Args:
@@ -45,6 +55,7 @@ def search(pairs: np.ndarray, cost: Cost, groups: int, *, budget: int = 1000, se
         groups: G; must divide K.
         budget: Exact costs that may be computed.
         seed: Of the random starts.
+        pool: Computes costs that may be asked for next; the result is the same without.
 
     Returns:
         The partition, canonical: the same for the same costs, budget and seed.
@@ -58,31 +69,51 @@ def search(pairs: np.ndarray, cost: Cost, groups: int, *, budget: int = 1000, se
     start = neighbours(heads, groups)
     if groups in (1, heads):
         return start
-    memo = _Memo(cost, budget)
+    memo = _Memo(cost, budget, pool)
     starts = list(_starts(pairs, groups, seed))
     found = {canonical(_descend(pairs, labels)) for labels in starts}
     ranked = sorted(found, key=lambda partition: (_proxy(pairs, partition), partition))
     if heads == 2 * groups:  # pair costs are the exact costs
         return ranked[0]
     finalists = dict.fromkeys([start, *ranked[: max(1, min(FINALISTS, budget // (2 * groups)))]])
+    memo.prepare(group for partition in finalists for group in partition)
     order = sorted(finalists, key=lambda partition: (memo.total(partition), partition))
     fresh = [canonical(_groups(labels)) for labels in starts[-FRESH:]]  # other basins than the proxy's
     refined = [_refine(pairs, memo, partition) for partition in [*order, *fresh] if memo.left > 0]
+    memo.close()
     return min([*order, *refined], key=lambda partition: (memo.total(partition), partition))
 
 
 class _Memo:
-    """Exact costs by group; knows when the budget is used up."""
+    """Exact costs by group; knows when the budget is used up, which only costs that are asked for count against."""
 
-    def __init__(self, cost: Cost, budget: int) -> None:
-        self.cost, self.left = cost, budget
+    def __init__(self, cost: Cost, budget: int, pool: Executor | None = None) -> None:
+        self.cost, self.left, self.pool = cost, budget, pool
         self.known: dict[tuple[int, ...], float] = {}
+        self.begun: dict[tuple[int, ...], Future[float]] = {}
 
     def __call__(self, group: tuple[int, ...]) -> float:
         if group not in self.known:
-            self.known[group] = self.cost(group)
+            begun = self.begun.pop(group, None)
+            self.known[group] = self.cost(group) if begun is None else begun.result()
             self.left -= 1
         return self.known[group]
+
+    def prepare(self, groups: Iterable[tuple[int, ...]]) -> None:
+        """Begin to compute the costs of these groups, and none of those begun before that have to wait."""
+        if self.pool is None:
+            return
+        wanted = [group for group in dict.fromkeys(groups) if group not in self.known]
+        for group in set(self.begun).difference(wanted):
+            if self.begun[group].cancel():
+                del self.begun[group]
+        for group in wanted:
+            if group not in self.begun:
+                self.begun[group] = self.pool.submit(self.cost, group)
+
+    def close(self) -> None:
+        """Cancel what nobody will ask for."""
+        self.prepare(())
 
     def total(self, partition: Grouping) -> float:
         return sum(self(group) for group in partition)
@@ -143,21 +174,33 @@ def _descend(pairs: np.ndarray, labels: np.ndarray) -> list[list[int]]:
         labels[a], labels[b] = labels[b], labels[a]
 
 
+def _swapped(
+    partition: Grouping, labels: np.ndarray, h: int, k: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The groups of two heads after they have changed places."""
+    a, b = partition[labels[h]], partition[labels[k]]
+    return tuple(sorted({*a, k} - {h})), tuple(sorted({*b, h} - {k}))
+
+
 def _refine(pairs: np.ndarray, memo: _Memo, partition: Grouping) -> Grouping:
     """Swap descent on exact costs, most promising swaps first, while the budget lasts."""
     moved = True
     while moved and memo.left > 0:
         moved = False
         labels = _labels(partition, len(pairs))
+        memo.prepare(partition)
         change = _swap_gains(pairs, labels)
         order = np.argsort(change, axis=None, kind="stable")
-        for flat in order[: np.isfinite(change).sum()]:
-            h, k = divmod(int(flat), len(pairs))
-            if h > k or memo.left <= 0:
-                continue
+        swaps = [divmod(int(flat), len(pairs)) for flat in order[: np.isfinite(change).sum()]]
+        swaps = [(h, k) for h, k in swaps if h < k]
+        for number, (h, k) in enumerate(swaps):
+            if memo.left <= 0:
+                break
+            if number % (AHEAD // 4) == 0:
+                coming = swaps[number : number + AHEAD // 2]
+                memo.prepare(group for swap in coming for group in _swapped(partition, labels, *swap))
             a, b = partition[labels[h]], partition[labels[k]]
-            new_a = tuple(sorted({*a, k} - {h}))
-            new_b = tuple(sorted({*b, h} - {k}))
+            new_a, new_b = _swapped(partition, labels, h, k)
             if memo(new_a) + memo(new_b) < memo(a) + memo(b) - 1e-12:
                 others = [group for group in partition if group not in (a, b)]
                 partition, moved = canonical([*others, new_a, new_b]), True

@@ -65,7 +65,8 @@ def blocks(page: Path, *kinds: str) -> list[Block]:
 
 
 def own_words(words: list[str]) -> list[str] | None:
-    """What follows `mha2gqa`, however it is started; None for other programs."""
+    """What follows `mha2gqa`, however it is started, up to a pipe; None for other programs."""
+    words = words[: words.index("|")] if "|" in words else words
     if words[0] == "mha2gqa":
         return words[1:]
     if words[0] in ("torchrun", "accelerate") and "mha2gqa" in words:

@@ -160,6 +160,10 @@ def convert(args: argparse.Namespace, source: Path, text: Path) -> dict[str, Any
     return {
         "wall_seconds": round(time.monotonic() - began, 1),
         "stage_seconds": result["calibration"]["seconds"],
+        "stage_device_gib": {
+            stage: round(peak / 2**30, 2)
+            for stage, peak in result["calibration"].get("peak_device_bytes", {}).items()
+        },
         "gpu_gib": round(watch.gpu, 2),
         "host_anonymous_gib": round(watch.host, 2),
         "losses": result["calibration"]["losses"],
@@ -191,15 +195,20 @@ def main() -> None:
     if not text.exists():
         write_text(text, args.tokens)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    before, began = args.work / f"{args.name}.seconds", time.monotonic()
+    spent = json.loads(before.read_text(encoding="utf-8")) if before.exists() else []
     measured = convert(args, source, text)
     if not measured:
+        before.write_text(json.dumps([*spent, time.monotonic() - began]), encoding="utf-8")
         print(f"{args.name}: time is up; give the command again")
         return
+    before.unlink(missing_ok=True)
+    measured["wall_seconds"] = round(measured["wall_seconds"] + sum(spent), 1)
     whole = SHAPES[args.shape][3]
-    in_layers = sum(measured["stage_seconds"].values())
+    in_layers = sum(seconds for stage, seconds in measured["stage_seconds"].items() if stage != "losses")
     row = {
         "name": args.name, "shape": args.shape, "layers": args.layers, "groups": args.groups,
-        "calibration_tokens": args.tokens, "processes": args.processes, "options": args.more, **measured,
+        "calibration_tokens": args.tokens, "processes": args.processes, "options": args.more, "commands": len(spent) + 1, **measured,
         "seconds_per_layer": round(in_layers / args.layers, 2),
         "whole_model_minutes": round((measured["wall_seconds"] + in_layers / args.layers * (whole - args.layers)) / 60, 1),
         "extrapolated": args.layers != whole,

@@ -158,12 +158,12 @@ def test_bfloat16_sources_stay_bfloat16(text: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"reconstruct": True}, "give --calibration"),
-        ({"refit": True}, "give --calibration"),
+        ({"reconstruct": True}, "give calibration"),
+        ({"refit": True}, "give calibration"),
         ({"grouping": "search", "method": "mean"}, "use joint or align"),
         ({"grouping": "nowhere.json"}, "cannot be read"),
         ({"statistics": "nowhere/none"}, "not a statistics file"),
-        ({"method": "best"}, "no method"),
+        ({"method": "best"}, "method: must be one of mean"),
     ],
 )
 def test_contradictions_are_refused(source: Path, tmp_path: Path, options: dict, words: str) -> None:

@@ -296,7 +296,7 @@ def test_encoder_decoders_calibrate_on_corrupted_spans(text: str, tmp_path: Path
     )  # fmt: skip
     T5ForConditionalGeneration(config).save_pretrained(tmp_path / "t5")
     word_tokenizer(tmp_path / "t5")
-    with pytest.raises(UsageError, match="sentinel"):
+    with pytest.raises(DataError, match="needs the columns source and target"):
         convert(tmp_path / "t5", tmp_path / "out", 2, **options(text))
     tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path / "t5")
     tokenizer.add_tokens([f"<extra_id_{i}>" for i in range(20)], special_tokens=True)

@@ -160,7 +160,7 @@ def test_models_in_memory(root: Path) -> None:
             "pairs.jsonl",
             {"metrics": ["rouge"]},
             UsageError,
-            "--metrics rouge: must be among auto, wer",
+            "metrics: must be one of auto, wer",
         ),
         ("marian", "pairs.jsonl", {"target_lang": "de"}, UsageError, "knows no languages"),
         ("marian", "pairs.jsonl", {"beams": 0}, UsageError, "must be at least 1|must be >= 1"),

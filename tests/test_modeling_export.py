@@ -122,7 +122,7 @@ def test_attention_that_the_decoder_lacks_is_refused(tmp_path: Path) -> None:
     source = saved("gpt2", tmp_path / "in")
     with pytest.raises(UsageError, match="only self attention"):
         convert(source, tmp_path / "out", 2, attention=("cross",))
-    with pytest.raises(UsageError, match="try self, cross or both"):
+    with pytest.raises(UsageError, match="must be one of self, cross, not"):
         convert(source, tmp_path / "out", 2, attention=("both",))
 
 

@@ -242,8 +242,11 @@ def test_errors_of_convert_name_the_python_argument(words: dict[str, Any], messa
 
 
 def test_one_text_is_a_list_of_one() -> None:
-    assert ConvertConfig("a", "b", 2, calibration="text.jsonl").calibration == ("text.jsonl",)
-    assert EvaluateConfig("a", "text.jsonl").data == ("text.jsonl",)
+    assert EvaluateConfig("a", "text.jsonl").models == ("a",)
+    assert UptrainConfig("a", "b", "text.jsonl", tokens=1).data == ("text.jsonl",)
+    texts = ["one two", ""]  # data in memory, left as it is
+    assert EvaluateConfig("a", texts).data is texts
+    assert ConvertConfig("a", "b", 2, calibration=texts).calibration is texts
     assert ConvertConfig("a", "b", 2, max_shard_size="5GB").max_shard_size == 5_000_000_000
     fit = ConvertConfig("a", "b", 2, fit={"steps": "2k"}).fit
     assert fit == ReconstructConfig(steps=2000)

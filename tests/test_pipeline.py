@@ -519,7 +519,7 @@ def test_push_verifies_first_and_uploads_only_when_asked(
 ) -> None:
     out = tmp_path / "out"
     convert(model, out, 2)
-    (out / ".cache").mkdir()
+    (out / ".cache").mkdir(exist_ok=True)
     (out / ".cache" / "x").write_text("private")
     calls: list[tuple[str, dict[str, Any]]] = []
 

@@ -65,5 +65,5 @@ def test_an_encoder_alone_is_no_model_to_run(tmp_path: Path) -> None:
 
 
 def test_a_kind_of_attention_that_does_not_exist_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="--attention: encoder is no choice; try self, cross or both"):
+    with pytest.raises(UsageError, match="attention: must be one of self, cross, not"):
         convert(saved("t5", tmp_path / "in"), tmp_path / "out", 2, attention=("encoder",))

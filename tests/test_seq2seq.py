@@ -251,5 +251,5 @@ def test_dropout_is_off_while_uptraining_unless_asked_for() -> None:
         assert set_dropout(model, 0.0) == 0.5
         torch.testing.assert_close(model.train()(**inputs(name)).logits, model.eval()(**inputs(name)).logits)
         assert all(m.p == 0 for m in model.modules() if isinstance(m, nn.Dropout))
-    with pytest.raises(UsageError, match="not a probability"):
+    with pytest.raises(UsageError, match="must be >= 0 and < 1"):
         UptrainConfig("m", "o", (), dropout=1.0)

@@ -53,14 +53,15 @@ def test_known_files_are_copied_byte_for_byte_and_others_are_named(pico: Path, t
         (pico / name).write_bytes(b"x")
     os.mkfifo(pico / "pipe")
     result = convert(pico, tmp_path / "out", 2)
-    assert visible(tmp_path / "out") == known | {MANIFEST}
+    card = {"README.md": "README.base.md"}  # our own stands in its place
+    assert visible(tmp_path / "out") == known | {MANIFEST, *card.values()}
     for name in known - {"config.json", "model.safetensors"}:
-        assert (tmp_path / "out" / name).read_bytes() == (pico / name).read_bytes()
+        assert (tmp_path / "out" / card.get(name, name)).read_bytes() == (pico / name).read_bytes()
     assert [w for w in result.warnings if "not copied" in w] == [
         "not copied, since nothing is known of them: nested/extra.txt, notes.txt, pipe (--keep GLOB takes them along)"
     ]
     kept = convert(pico, tmp_path / "kept", 2, keep=["nested/*", "notes.txt"])
-    assert visible(tmp_path / "kept") == known | {MANIFEST, "nested/extra.txt", "notes.txt"}
+    assert visible(tmp_path / "kept") == known | {MANIFEST, *card.values(), "nested/extra.txt", "notes.txt"}
     assert [w for w in kept.warnings if "not copied" in w] == [
         "not copied, since nothing is known of them: pipe (--keep GLOB takes them along)"
     ]
@@ -121,6 +122,7 @@ def test_no_link_out_of_the_folder_is_followed(pico: Path, tmp_path: Path) -> No
         "generation_config.json",
         "merges.txt",
         "model.safetensors",
+        "README.md",
         MANIFEST,
     }
     told = [w for w in result.warnings if "links out of the folder" in w]

@@ -219,10 +219,10 @@ def test_an_interrupted_cache_goes_on(models, cached, tmp_path, monkeypatch):
 
 
 def test_disk_too_small(models, tmp_path, monkeypatch):
-    from mha2gqa.checkpoints import writer
+    from mha2gqa.checkpoints import output
 
     usage = type("Usage", (), {"free": 1000})
-    monkeypatch.setattr(writer.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(output.shutil, "disk_usage", lambda path: usage)
     with pytest.raises(CheckpointError, match=r"GB needed, 0\.0 GB free"):
         uptrain(*run(models, tmp_path), teacher_top_k=8, **RUN)
 

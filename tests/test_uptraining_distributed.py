@@ -102,7 +102,7 @@ def test_a_lost_process_is_said_in_plain_words(tmp_path):
     try:
         with (
             pytest.raises(
-                TrainingError, match=r"another process of the run has ended .* same command goes on"
+                TrainingError, match=r"another process of the run has ended .* same command resumes"
             ),
             lost_processes(),
         ):

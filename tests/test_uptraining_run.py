@@ -97,7 +97,7 @@ def test_sources_are_mixed_by_weight(models, tmp_path):
     result = uptrain(student, tmp_path / "up", [text, few], **options)
     assert any("few.jsonl has" in notice and "passes over it" in notice for notice in result.notices)
     assert result.budget["unique_tokens"] < result.budget["tokens"]
-    with pytest.raises(UsageError, match="as many positive weights"):
+    with pytest.raises(UsageError, match="must be one weight for each"):
         uptrain(student, tmp_path / "no", [text], **options)
 
 

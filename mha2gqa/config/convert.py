@@ -49,6 +49,7 @@ class ConvertConfig(PairConfig):
         WHAT,
         metavar="DATA",
         form=tuple[str, ...],
+        verbatim=True,
         unset="none, which uses the weights only",
     )
     as_: str = option(
@@ -156,6 +157,6 @@ class ConvertConfig(PairConfig):
     def has_text(self) -> bool:
         """Whether there is text to calibrate on."""
         return (
-            not (isinstance(self.calibration, tuple) and not self.calibration)
+            not (isinstance(self.calibration, list | tuple) and not self.calibration)
             and self.calibration is not None
         )

@@ -32,6 +32,7 @@ class EvaluateConfig(PairConfig):
         WHAT,
         metavar="DATA",
         form=tuple[str, ...],
+        verbatim=True,
     )
     protocol: Protocol = option(
         "window", "How text becomes scored tokens; its name stands beside every figure.", WHAT

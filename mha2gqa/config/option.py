@@ -52,6 +52,7 @@ class Option:
         flags: Names on the command line, where they are not `--name`.
         commas: On the command line, several values stand in one argument with commas between them.
         lenient: Checked where more is known; the command line passes on what was typed.
+        verbatim: In Python taken as it is: a text may be the data itself and no path.
     """
 
     help: str
@@ -65,6 +66,7 @@ class Option:
     flags: tuple[str, ...] = ()
     commas: bool = False
     lenient: bool = False
+    verbatim: bool = False
 
 
 C = TypeVar("C", bound="Config")
@@ -205,7 +207,8 @@ class Config:
     def __post_init__(self) -> None:
         for name, item in declared(type(self)).items():
             value = getattr(self, name)
-            if item.checked or (not item.option.lenient and is_text(value)):
+            loose = item.option.lenient or item.option.verbatim
+            if item.checked or (not loose and is_text(value)):
                 try:
                     object.__setattr__(self, name, item.read(value))
                 except Invalid as error:

@@ -77,17 +77,22 @@ class Converted:
 
 
 class Clock:
-    """Seconds per stage."""
+    """Seconds and peak device memory of each stage."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device if device.type == "cuda" else None
         self.seconds: dict[str, float] = {}
+        self.peak: dict[str, int] = {}
 
     @contextmanager
     def __call__(self, stage: str) -> Iterator[None]:
         began = time.monotonic()
+        if self.device is not None:
+            torch.cuda.reset_peak_memory_stats(self.device)
         yield
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        if self.device is not None:
+            torch.cuda.synchronize(self.device)
+            self.peak[stage] = max(self.peak.get(stage, 0), torch.cuda.max_memory_allocated(self.device))
         self.seconds[stage] = round(self.seconds.get(stage, 0.0) + time.monotonic() - began, 2)
 
 
@@ -120,7 +125,7 @@ class Walk:
         self.layers, self.teacher, self.plan, self.options = layers, layers.model, plan, options
         self.inputs, self.validation, self.work, self.config = inputs, validation, work, config
         self.statistics, self.given = statistics, statistics is not None
-        self.ranks, self.clock = Ranks.here(), Clock()
+        self.ranks, self.clock = Ranks.here(), Clock(layers.device)
         ordered = sorted(plan.modules, key=lambda m: (m.module.layer, m.module.kind != "self"))
         self.blocks = block_paths(self.teacher, ordered[0].path, ordered[0].module.layer)
         self.of_block = {b: [m.path for m in ordered if m.path.startswith(f"{b}.")] for b in self.blocks}
@@ -162,7 +167,8 @@ class Walk:
                 except torch.OutOfMemoryError as error:
                     raise self._too_large(block) from error
                 shown.advance(number + 1, self._note())
-            losses = self._losses()
+            with self.clock("losses"):
+                losses = self._losses()
         return self._result(losses)
 
     def _begin(self) -> None:
@@ -545,6 +551,7 @@ class Walk:
             about |= {"fit": asdict(self.config), "token_visits": visits}
         warnings += context_warnings("the original", self.positions.curve())
         about["seconds"] = self.clock.seconds
+        about |= {"peak_device_bytes": self.clock.peak} if self.clock.peak else {}
         return Converted(self.student.eval(), self.plan, self.reports, about, warnings)
 
 

@@ -85,14 +85,16 @@ def tone(seconds: float, pitch: float = 440.0, rate: int = RATE) -> np.ndarray:
     return (0.3 * np.sin(2 * np.pi * pitch * t)).astype(np.float32)
 
 
-def audio_folder(path: Path, texts: list[str], column: str = "text", rate: int = RATE) -> Path:
+def audio_folder(
+    path: Path, texts: list[str], column: str = "text", rate: int = RATE, pitch: int = 200
+) -> Path:
     """Recordings with `metadata.csv`, as `datasets` calls an AudioFolder."""
     import soundfile
 
     path.mkdir(parents=True, exist_ok=True)
     rows = [f"file_name,{column}"]
     for i, text in enumerate(texts):
-        soundfile.write(path / f"a{i}.wav", tone(0.3 + 0.2 * i, 200 + 90 * i, rate), rate)
+        soundfile.write(path / f"a{i}.wav", tone(0.3 + 0.2 * i, pitch + 90 * i, rate), rate)
         rows.append(f"a{i}.wav,{text}")
     (path / "metadata.csv").write_text("\n".join(rows) + "\n")
     return path

@@ -6,12 +6,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..checkpoints.hf_config import longest_context
+from ..checkpoints.hf_config import is_encoder_decoder, longest_context
 from ..config import Recipe, ReportConfig
-from ..data import read_documents
+from ..config.option import declared
+from ..config.pair_options import PairConfig
+from ..data import PairOptions, read_documents
+from ..data.seq2seq import is_audio
 from ..errors import UsageError
 from ..report import FORMATS, becomes, hub_name, human_bytes, significant
 from ..uptraining import Budget, UptrainConfig, plan_budget
+from ..uptraining.budget import wanted_tokens
 from .builtin import PREFIX, TEXTS, resolve_model
 from .describe import read_config
 from .estimate import PlanResult, plan
@@ -50,10 +54,9 @@ def rehearse(recipe: Recipe) -> tuple[list[dict[str, Any]], list[str]]:
     if recipe.uptrain is not None:
         texts += [*recipe.uptrain.data, *recipe.uptrain.eval_data]
         for alpha in _alphas(recipe):
-            budget = rehearse_budget(recipe, source, alpha)
-            stages.append(_planned("uptrain", budget.sentence() if budget else "alpha 0: no uptraining"))
+            stages.append(_planned("uptrain", _uptrain_detail(recipe, source, config, alpha)))
     for text in dict.fromkeys(texts):
-        notices += check_text(text, recipe)
+        notices += check_text(text, recipe, config)
     for name in recipe.report.formats:
         if name not in (*FORMATS, "card"):
             raise UsageError(
@@ -103,6 +106,29 @@ def _evaluate_detail(recipe: Recipe, config: Mapping[str, Any]) -> str:
     return f"protocol {words.protocol or 'window'} on {', '.join(words.data)}"
 
 
+def _uptrain_detail(recipe: Recipe, source: str, config: Mapping[str, Any], alpha: float | None) -> str:
+    if alpha == 0:
+        return "alpha 0: no uptraining"
+    run = _uptrain_config(recipe, alpha)
+    if run.objective == "pairs" or (run.objective == "auto" and _are_pairs(run.data[0], recipe, config)):
+        return f"{wanted_tokens(run, recipe.source)[0]:,.0f} target tokens of pairs, whose lengths are read first"
+    budget = rehearse_budget(recipe, source, alpha)
+    assert budget is not None
+    return budget.sentence()
+
+
+def _are_pairs(name: str, recipe: Recipe, config: Mapping[str, Any]) -> bool:
+    """Whether a local name holds what an encoder-decoder trains on and is scored on."""
+    if not is_encoder_decoder(config) or name in TEXTS or name.startswith(PREFIX):
+        return False
+    if is_audio(config):
+        return True
+    sections = (recipe.evaluate, recipe.convert, recipe.uptrain)
+    keys = {key: value for section in sections if section is not None for key, value in section.items()}
+    known = {key: value for key, value in keys.items() if key in declared(PairConfig)}
+    return Path(name).exists() and PairOptions.of(PairConfig(**known)).open(name, audio=False).fits()
+
+
 def rehearse_budget(recipe: Recipe, source: str, alpha: float | None = None) -> Budget | None:
     """The uptraining budget of a recipe, None for alpha 0 of a sweep.
 
@@ -111,22 +137,26 @@ def rehearse_budget(recipe: Recipe, source: str, alpha: float | None = None) -> 
     """
     from ..uptraining.prepare import choose_window
 
-    assert recipe.uptrain is not None
     if alpha == 0:
         return None
+    config = _uptrain_config(recipe, alpha)
+    window = choose_window(config.window, read_config(source), recipe.source)
+    return plan_budget(config, window=window, name=recipe.source)
+
+
+def _uptrain_config(recipe: Recipe, alpha: float | None) -> UptrainConfig:
+    assert recipe.uptrain is not None
     words = recipe.uptrain.options()
     if alpha is not None:
         words.pop("tokens", None)
         words["alpha"] = alpha
     data = tuple(words.pop("data"))
     known = {k: v for k, v in words.items() if k != "training_args"}
-    config = UptrainConfig("model", "out", data, training_args=words.get("training_args", {}), **known)
-    window = choose_window(config.window, read_config(source), recipe.source)
-    return plan_budget(config, window=window, name=recipe.source)
+    return UptrainConfig("model", "out", data, training_args=words.get("training_args", {}), **known)
 
 
-def check_text(name: str, recipe: Recipe) -> list[str]:
-    """Read the first document of a local text; a hub name is only noted.
+def check_text(name: str, recipe: Recipe, config: Mapping[str, Any]) -> list[str]:
+    """Read the first document, or pair, of a local name; a hub name is only noted.
 
     Raises:
         UsageError: No such file, and no hub name.
@@ -139,6 +169,8 @@ def check_text(name: str, recipe: Recipe) -> list[str]:
     local = Path(name).exists() or any(sign in name for sign in "*?[")
     if not local and hub_name(name.split(":", 1)[0]):
         return [f"not checked without a network: {name}"]
+    if _are_pairs(name, recipe, config):
+        return []
     column = recipe.evaluate.text_column or recipe.convert.text_column or "text"
     next(iter(read_documents([name], text_column=column)), None)
     return []

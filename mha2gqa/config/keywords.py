@@ -79,6 +79,14 @@ class EvaluateKeywords(TypedDict, total=False):
 class UptrainKeywords(TypedDict, total=False):
     """Options of `UptrainConfig` and `TrainerOptions`."""
 
+    source_column: str | None
+    target_column: str | None
+    source_lang: str | None
+    target_lang: str | None
+    task: Task
+    source_prefix: str
+    targets: Targets
+    beams: int
     alpha: float | None
     original_tokens: int | None
     original_steps: int | None
@@ -175,6 +183,14 @@ class UptrainKeywords(TypedDict, total=False):
 class TrainModelKeywords(TypedDict, total=False):
     """Options of `UptrainConfig` and `TrainerOptions`."""
 
+    source_column: str | None
+    target_column: str | None
+    source_lang: str | None
+    target_lang: str | None
+    task: Task
+    source_prefix: str
+    targets: Targets
+    beams: int
     alpha: float | None
     original_tokens: int | None
     original_steps: int | None

@@ -8,17 +8,18 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from .coerce import Steps
-from .option import ADVANCED, CLI, OUTPUT, TEACHER, TRAINING, WHAT, Config, OptionError, declared, option
+from .option import ADVANCED, CLI, OUTPUT, TEACHER, TRAINING, WHAT, OptionError, declared, option
+from .pair_options import PairConfig
 from .trainer import read_training_args
 
 Train = Literal["all", "attention", "lora", "qlora"]
-Objective = Literal["auto", "next-token", "span-corruption"]
+Objective = Literal["auto", "next-token", "span-corruption", "pairs"]
 Schedule = Literal["linear", "cosine", "wsd", "inverse_sqrt", "constant"]
 Residual = Literal["float32", "bfloat16"]
 
 
 @dataclass(frozen=True)
-class UptrainConfig(Config):
+class UptrainConfig(PairConfig):
     """Everything an uptraining run is asked."""
 
     model: str = option(..., "Checkpoint to train: a folder or a Hub id.", WHAT, argument=True, where=(CLI,))
@@ -31,7 +32,8 @@ class UptrainConfig(Config):
     )
     data: tuple[str, ...] = option(
         ...,
-        "Training text: file, folder, glob or NAME[:CONFIG[:SPLIT]] of the Hub. Repeatable.",
+        "Training text, for an encoder-decoder pairs or recordings: file, folder, glob or NAME[:CONFIG[:SPLIT]] of "
+        "the Hub. Repeatable.",
         WHAT,
         metavar="DATA",
     )
@@ -63,7 +65,12 @@ class UptrainConfig(Config):
         None, "Tokens of one original step.", WHAT, metavar="TOKENS", range=">= 1", unset="none"
     )
     tokens: int | None = option(
-        None, "The budget itself, instead of alpha.", WHAT, metavar="TOKENS", range=">= 1", unset="none"
+        None,
+        "The budget itself, instead of alpha; on pairs in target tokens.",
+        WHAT,
+        metavar="TOKENS",
+        range=">= 1",
+        unset="none",
     )
     data_weights: tuple[float, ...] | None = option(
         None,
@@ -118,7 +125,12 @@ class UptrainConfig(Config):
         "Course of the rate. wsd: constant, last 30 % down to 0; inverse_sqrt: T5's, constant during warm-up.",
         TRAINING,
     )
-    objective: Objective = option("auto", "What is learnt; auto: what the model was pretrained on.", TRAINING)
+    objective: Objective = option(
+        "auto",
+        "What is learnt; auto: what the model was pretrained on, of an encoder-decoder pairs where the data has "
+        "them.",
+        TRAINING,
+    )
     dropout: float = option(
         0.0,
         "Probability of every dropout layer; 0, as most models were pretrained.",

@@ -158,8 +158,19 @@ class PairEncoder:
             DataError: A recording that cannot be read, a target longer than the decoder takes, another
                 model's tokenizer.
         """
-        source = self._heard(pair) if isinstance(pair.source, Audio) else self._read(pair.source, pair.place)
-        return Example(source, *self._checked_decoder(pair), pair.place, pair.target or "")
+        source, decoder, prompt = self.encode_raw(pair)
+        source = self.features(source, pair.place) if self.audio else source
+        return Example(source, decoder, prompt, pair.place, pair.target or "")
+
+    def encode_raw(self, pair: Pair) -> tuple[np.ndarray, np.ndarray, int]:
+        """One pair, of a recording its samples: int32 ids `[S]` or float32 `[n]`, decoder ids, and their prompt.
+
+        Raises:
+            DataError: As `encode`.
+        """
+        if isinstance(pair.source, Audio):
+            return self._samples(pair.source), *self._checked_decoder(pair)
+        return self._read(pair.source, pair.place), *self._checked_decoder(pair)
 
     def _checked_decoder(self, pair: Pair) -> tuple[np.ndarray, int]:
         decoder, prompt = self._decoder(pair)
@@ -191,18 +202,29 @@ class PairEncoder:
                 fix="use the tokenizer the model was trained with",
             )
 
-    def _heard(self, pair: Pair) -> np.ndarray:
-        assert isinstance(pair.source, Audio)
+    def _samples(self, audio: Audio) -> np.ndarray:
+        """float32 `[n]` of one channel at the model's rate, no more than it hears."""
         rate = int(self.extractor.sampling_rate)
-        samples, own = pair.source.load(rate)
+        samples, own = audio.load(rate)
         self.resampled += own != rate
         self.silent += not samples.any()
         longest = getattr(self.extractor, "n_samples", None)
-        self.cut += isinstance(longest, int) and len(samples) > longest
+        if not isinstance(longest, int) or len(samples) <= longest:
+            return samples
+        self.cut += 1
+        return samples[:longest]
+
+    def features(self, samples: np.ndarray, place: str) -> np.ndarray:
+        """What the encoder reads of samples `[n]` at the model's rate, by its feature extractor.
+
+        Raises:
+            DataError: The extractor refuses them.
+        """
+        rate = int(self.extractor.sampling_rate)
         try:
             features = self.extractor(samples, sampling_rate=rate, return_tensors="np")
         except Exception as error:  # of the extractor's own code
-            raise DataError(f"no features ({reason(error)})", where=pair.place) from error
+            raise DataError(f"no features ({reason(error)})", where=place) from error
         return np.asarray(features[self._input_name()][0], dtype=np.float32)
 
     def _input_name(self) -> str:

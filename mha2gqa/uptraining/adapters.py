@@ -64,6 +64,23 @@ def train_text_only(model: Any) -> list[str]:
     return sorted(kept)
 
 
+def freeze_constants(model: Any) -> list[str]:
+    """Freeze what a class of transformers never trains (sinusoidal positions): loading forgets which that is.
+
+    Marian does not even store them: trained, they would be lost with the run.
+
+    Returns:
+        Names of the parameters that keep their values.
+    """
+    with torch.device("meta"):
+        fresh = type(model)(model.config)
+    kept = {name for name, p in fresh.named_parameters() if not p.requires_grad}
+    for name, parameter in model.named_parameters():
+        if name in kept:
+            parameter.requires_grad_(False)
+    return sorted(kept)
+
+
 @dataclass(frozen=True)
 class AdapterPlan:
     """Which modules get what.
@@ -155,7 +172,13 @@ def _check_wrapped(wrapped: Any, plan: AdapterPlan, run: UptrainConfig) -> None:
 
 
 @torch.no_grad()
-def merge_adapter(wrapped: Any, folder: Path, name: str, stored: torch.dtype) -> tuple[Any, dict[str, float]]:
+def merge_adapter(
+    wrapped: Any,
+    folder: Path,
+    name: str,
+    stored: torch.dtype,
+    batch: Mapping[str, torch.Tensor] | None = None,
+) -> tuple[Any, dict[str, float]]:
     """Save the adapter, merge it in float32, and prove that the merged model is the adapter model.
 
     Args:
@@ -163,6 +186,7 @@ def merge_adapter(wrapped: Any, folder: Path, name: str, stored: torch.dtype) ->
         folder: Where the adapter goes.
         name: The checkpoint it belongs to.
         stored: The dtype the merged weights will be stored in.
+        batch: What the two are compared on; by default some ids.
 
     Returns:
         The merged model, and the largest logit differences to the adapter model relative to the logits'
@@ -176,7 +200,7 @@ def merge_adapter(wrapped: Any, folder: Path, name: str, stored: torch.dtype) ->
     with cleanup_on_error(folder):
         wrapped.save_pretrained(folder)
     device = next(wrapped.parameters()).device
-    batch = probe(wrapped, device)
+    batch = probe(wrapped, device) if batch is None else {key: x.to(device) for key, x in batch.items()}
     before = wrapped(**batch, use_cache=False).logits.float()
     merged = wrapped.merge_and_unload()
     difference = {"exact": relative_difference(merged, batch, before)}

@@ -21,7 +21,17 @@ from ..errors import DataError
 from .loss import IGNORE_INDEX
 from .run_dir import cleanup_on_error
 
-Blocks = np.ndarray | Tensor  # integer ids [N, T + 1]
+
+class Rows(Protocol):
+    """Examples of pairs, by number or by several numbers."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, row: Any, /) -> Any: ...
+
+
+IdBlocks = np.ndarray | Tensor  # integer ids [N, T + 1]
+Blocks = IdBlocks | Rows
 Batch = dict[str, Tensor]
 KEPT_POSITIONS = 512  # step boundaries whose stream position is remembered
 
@@ -207,8 +217,9 @@ class Mixture(BlockOrder):
 
     def fetch(self, indices: Sequence[int]) -> Blocks:
         """The blocks of some items, `[B, T + 1]`."""
-        places = [self.locate(i) for i in indices]
-        return np.stack([np.asarray(self.orders[source].blocks[row]) for source, row in places])
+        found = [self.orders[source].blocks[row] for source, row in map(self.locate, indices)]
+        whole = isinstance(found[0], np.ndarray | Tensor)
+        return np.stack([np.asarray(block) for block in found]) if whole else found
 
 
 def share_out(count: int, shares: Sequence[float]) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import get_args
 
 from ..config import OptionError, UptrainConfig
@@ -13,21 +13,40 @@ from .pretraining_tokens import known_pretraining
 
 # Steps of a budget that does not say: see `default_batch_tokens`.
 SMALL_BATCH, LARGE_BATCH, ENOUGH_STEPS, FEWEST_BLOCKS = 16_384, 65_536, 1_200, 16
+MOST_PAIRS = 256  # of a step that the budget does not fix
 TRAINED = get_args(Train)
 
 
 @dataclass(frozen=True)
+class PairBudget:
+    """The steps of a run on pairs, whose lengths differ.
+
+    Args:
+        per_step: Pairs per optimiser step, over all processes.
+        encoder: Mean positions of the encoder.
+        decoder: Mean positions of the decoder.
+        targets: Mean target tokens, which carry the loss.
+    """
+
+    per_step: int
+    encoder: float
+    decoder: float
+    targets: float
+
+
+@dataclass(frozen=True)
 class Budget:
-    """The bill of a run, in tokens.
+    """The bill of a run, in tokens; of a run on pairs in target tokens.
 
     Args:
         alpha: Fraction of the original tokens, None where those are unknown.
-        tokens: Tokens that will be trained (`steps * batch_tokens`).
+        tokens: Tokens that will be trained (`steps * batch_tokens`; of pairs, those that the steps really have).
         steps: Optimiser steps.
-        batch_tokens: Tokens per step, over all processes.
-        window: Tokens per block.
+        batch_tokens: Tokens per step, over all processes; of pairs, on average.
+        window: Tokens per block; of pairs, mean positions of encoder and decoder together.
         original_tokens: Pretraining tokens of the original.
         original_source: Where that number comes from.
+        pairs: How many and how long, where the run is on pairs.
     """
 
     alpha: float | None
@@ -37,11 +56,18 @@ class Budget:
     window: int
     original_tokens: int | None
     original_source: str | None
+    pairs: PairBudget | None = None
 
     @property
     def blocks_per_step(self) -> int:
-        """Blocks of `window` tokens per optimiser step."""
-        return self.batch_tokens // self.window
+        """Blocks of `window` tokens, or pairs, per optimiser step."""
+        return self.batch_tokens // self.window if self.pairs is None else self.pairs.per_step
+
+    def counting(self, tokens: int) -> Budget:
+        """The same, its steps having so many target tokens in all."""
+        implied = tokens / self.original_tokens if self.original_tokens else None
+        alpha = self.alpha if self.alpha is not None else implied
+        return replace(self, alpha=alpha, tokens=tokens, batch_tokens=round(tokens / self.steps))
 
     def sentence(self) -> str:
         """One line for the log: what will be trained."""
@@ -49,6 +75,11 @@ class Budget:
         origin = (
             "" if self.original_tokens is None else f" of {self.original_tokens:,} ({self.original_source})"
         )
+        if self.pairs is not None:
+            return (
+                f"{share}{origin}: {self.tokens:,} target tokens = {self.steps:,} steps of "
+                f"{self.pairs.per_step} pairs ({self.pairs.targets:.1f} targets each)"
+            )
         return (
             f"{share}{origin}: {self.tokens:,} tokens = {self.steps:,} steps of {self.batch_tokens:,} "
             f"({self.blocks_per_step} blocks of {self.window})"
@@ -63,6 +94,32 @@ def _original(config: UptrainConfig, name: str | None) -> tuple[int | None, str 
         return config.original_tokens, "given"
     known = known_pretraining(name)
     return (known.tokens, known.source) if known else (None, None)
+
+
+def wanted_tokens(config: UptrainConfig, name: str | None) -> tuple[float, int | None, str | None]:
+    """Tokens asked for, those of the original, and where that number comes from.
+
+    Raises:
+        UsageError: No budget, or a fraction of what is not known.
+    """
+    original, source = _original(config, name)
+    if config.alpha is not None:
+        if original is None:
+            raise OptionError(
+                "alpha",
+                "needs the pretraining tokens of the original, which are not known",
+                "give `original_tokens` (or `original_steps` and `original_batch_tokens`), or `tokens`",
+            )
+        wanted = config.alpha * original
+    elif config.tokens is not None:
+        wanted = float(config.tokens)
+    else:
+        raise UsageError(
+            "one of alpha and tokens is required",
+            where="budget",
+            fix="give alpha 0.05 with original_tokens, or tokens 20M",
+        )
+    return wanted, original, source
 
 
 def plan_budget(config: UptrainConfig, *, window: int, name: str | None = None) -> Budget:
@@ -84,23 +141,7 @@ def plan_budget(config: UptrainConfig, *, window: int, name: str | None = None) 
         >>> plan_budget(run, window=512).steps  # of 16,384 tokens
         1200
     """
-    original, source = _original(config, name)
-    if config.alpha is not None:
-        if original is None:
-            raise OptionError(
-                "alpha",
-                "needs the pretraining tokens of the original, which are not known",
-                "give `original_tokens` (or `original_steps` and `original_batch_tokens`), or `tokens`",
-            )
-        wanted = config.alpha * original
-    elif config.tokens is not None:
-        wanted = float(config.tokens)
-    else:
-        raise UsageError(
-            "one of alpha and tokens is required",
-            where="budget",
-            fix="give alpha 0.05 with original_tokens, or tokens 20M",
-        )
+    wanted, original, source = wanted_tokens(config, name)
     batch = default_batch_tokens(wanted, window) if config.batch_tokens is None else config.batch_tokens
     blocks = batch // window
     if blocks < 1:
@@ -120,6 +161,55 @@ def plan_budget(config: UptrainConfig, *, window: int, name: str | None = None) 
     tokens = steps * batch_tokens
     alpha = config.alpha if config.alpha is not None else (tokens / original if original else None)
     return Budget(alpha, tokens, steps, batch_tokens, window, original, source)
+
+
+def plan_pair_budget(
+    config: UptrainConfig, lengths: PairBudget, *, multiple: int = 1, name: str | None = None
+) -> Budget:
+    """Turn alpha (or a token count) into steps of pairs.
+
+    Args:
+        config: The run, as in `plan_budget`.
+        lengths: Mean lengths of its pairs; `per_step` is chosen here.
+        multiple: Of which the pairs of a step are one: processes and micro-batch share them out.
+        name: As in `plan_budget`.
+
+    Returns:
+        The budget; its `tokens` are those of pairs of mean length until `Budget.counting` says which they are.
+
+    Raises:
+        UsageError: As `plan_budget`.
+    """
+    wanted, original, source = wanted_tokens(config, name)
+    mean = lengths.targets
+    pairs = _default_pairs(wanted, mean) if config.batch_tokens is None else round(config.batch_tokens / mean)
+    pairs = max(1, round(pairs / multiple)) * multiple
+    steps = round(wanted / (pairs * mean))
+    if steps < 1:
+        raise OptionError(
+            "alpha" if config.alpha is not None else "tokens",
+            f"gives {wanted:,.0f} target tokens, which round to 0 steps of {pairs * mean:,.0f}",
+            f"give at least {math.ceil(pairs * mean):,} tokens, or lower `batch_tokens`",
+        )
+    window = math.ceil(lengths.encoder + lengths.decoder)
+    return Budget(
+        config.alpha,
+        round(steps * pairs * mean),
+        steps,
+        round(pairs * mean),
+        window,
+        original,
+        source,
+        replace(lengths, per_step=pairs),
+    )
+
+
+def _default_pairs(tokens: float, targets: float) -> int:
+    """16 pairs a step, up to 256 where the budget gives 1,200 steps of them, as `default_batch_tokens` does."""
+    pairs = FEWEST_BLOCKS
+    while 2 * pairs <= MOST_PAIRS and tokens >= 2 * pairs * targets * ENOUGH_STEPS:
+        pairs *= 2
+    return pairs
 
 
 def default_batch_tokens(tokens: float, window: int) -> int:

@@ -37,12 +37,20 @@ class Corpus:
         held_out: Held-out blocks `[M, T + 1]`, or None.
         unique_tokens: Tokens of the training blocks, None for a stream.
         collate: Makes batches.
+        tokens_by_step: Of pairs, whose lengths differ: target tokens after each step, `[steps + 1]`.
     """
 
     train: BlockOrder | BlockStream
     held_out: Blocks | None
     unique_tokens: int | None
     collate: Collate
+    tokens_by_step: np.ndarray | None = None
+
+    def tokens_at(self, step: int, budget: Budget) -> int:
+        """Tokens trained after a step."""
+        if self.tokens_by_step is None:
+            return step * budget.batch_tokens
+        return int(self.tokens_by_step[step])
 
     @property
     def cached(self) -> bool:
@@ -188,7 +196,7 @@ def _load_blocks(path: Path, window: int) -> np.ndarray:
 
 
 @contextmanager
-def _blaming_eval_data(eval_data: bool = True) -> Iterator[None]:
+def blaming_eval_data(eval_data: bool = True) -> Iterator[None]:
     """Name `--eval-data` in errors of text that is too short or empty: readers know the text as `--data`."""
     try:
         yield
@@ -231,7 +239,7 @@ def load_corpus(
     """
     current().stage("reading text")
     warnings = check_sources(config, folder, is_rank_zero())
-    with _blaming_eval_data(config.eval_data is not None):
+    with blaming_eval_data(config.eval_data is not None):
         texts = SplitDocuments(config)
     chats = texts.are_chats()
     if chats:
@@ -290,7 +298,7 @@ def _held_out_blocks(cutter: BlockCutter, texts: SplitDocuments, warn: Warn) -> 
         return None
     limit = max(config.eval_tokens, cutter.budget.window)
     if config.eval_data is not None:
-        with _blaming_eval_data():
+        with blaming_eval_data():
             return cutter.blocks("held_out", texts.held_out(), limit)
     try:
         return cutter.blocks("held_out", texts.held_out(), limit)

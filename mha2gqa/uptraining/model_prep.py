@@ -97,7 +97,7 @@ def loss_attached(model: Any, spec: Objective, teacher: Teacher | None = None) -
 def set_dropout(model: nn.Module, probability: float) -> float:
     """Set every dropout probability of a model: its dropout layers, and those attention keeps as a number.
 
-    Adapters keep theirs.
+    Layers that BART and its kin leave out at random stay in. Adapters keep their dropout.
 
     Args:
         model: Any transformers model; its config stays as it is.
@@ -116,6 +116,9 @@ def set_dropout(model: nn.Module, probability: float) -> float:
             if isinstance(value, float | int) and not isinstance(value, bool):
                 before = max(before, float(value))
                 setattr(module, name, probability)
+        if getattr(module, "layerdrop", 0):
+            before = max(before, float(module.layerdrop))  # type: ignore[arg-type]
+            module.layerdrop = 0.0
     return before
 
 

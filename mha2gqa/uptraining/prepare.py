@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,16 @@ from ..data import block_tokens, eos_id, span_corruption
 from ..data.spans import ENCODER_TOKENS
 from ..errors import CheckpointError, UsageError
 from .batches import Collator, SpanCollator
-from .budget import Budget, UptrainConfig, plan_budget
+from .budget import Budget, UptrainConfig, plan_budget, plan_pair_budget
+from .pair_options import (
+    PAIRS,
+    UNKNOWN_PAIRS,
+    check_data_options,
+    check_pairs,
+    check_sentinels,
+    pairs_multiple,
+    reads_pairs,
+)
 from .qlora import require_bitsandbytes
 from .result import UptrainResult, recorded_result
 from .run_dir import recipe_keys
@@ -49,7 +58,7 @@ class PreparedRun:
     Args:
         config: What was asked.
         budget: How long it trains.
-        objective: `next-token` or `span-corruption`.
+        objective: `next-token`, `span-corruption` or `pairs`.
         width: Hidden size of the model.
         distils: Whether a teacher takes part.
         source: The checkpoint, None for a model in memory.
@@ -78,7 +87,7 @@ class PreparedRun:
         self.warnings.append(text)
 
     def collator(self, tokenizer: Any) -> Collator | SpanCollator:
-        """What makes batches of this run's blocks.
+        """What makes batches of this run's blocks; those of pairs come with their encoder, see `pair_corpus`.
 
         Raises:
             DataError: The tokenizer lacks the sentinels of span corruption, or an end-of-text token.
@@ -104,14 +113,21 @@ def prepare(config: UptrainConfig) -> PreparedRun:
         CheckpointError: There is no such model, or OUT cannot be written.
     """
     raw = load_config_json(config.model)  # before a checkpoint of the Hub is fetched whole
-    objective = choose_objective(config, raw)
-    window = choose_window(config.window, raw, config.model)
+    objective = choose_objective(config, raw, lambda: reads_pairs(config, raw))
+    check_data_options(config, objective)
+    if config.objective == "span-corruption":
+        check_sentinels(config)
     source = open_checkpoint(config.model)
     manifest = read_manifest(source.path) if (source.path / MANIFEST).exists() else {}
-    budget = plan_budget(config, window=window, name=str(manifest.get("source", config.model)))
+    name = str(manifest.get("source", config.model))
+    if objective == PAIRS:
+        budget = plan_pair_budget(config, UNKNOWN_PAIRS, name=name, multiple=pairs_multiple(config))
+    else:
+        budget = plan_budget(config, window=choose_window(config.window, raw, config.model), name=name)
     fingerprint = checkpoint_fingerprint(source.path)
     teacher, missing = find_teacher(config, manifest, fingerprint)
-    keys = recipe_keys(config, fingerprint, None if teacher is None else teacher.fingerprint)
+    stamp = None if teacher is None else teacher.fingerprint
+    keys = recipe_keys(config, fingerprint, stamp, objective == PAIRS)
     text = text_config(source.config)
     width = int(text.get("hidden_size") or text.get("d_model") or DEFAULT_WIDTH)
     run = PreparedRun(config, budget, objective, width, teacher is not None, source, manifest, teacher, keys)
@@ -125,6 +141,8 @@ def prepare(config: UptrainConfig) -> PreparedRun:
         run.warn("next-token loss without distillation: no original is recorded in the model; see --teacher")
     _check_distillation(run)
     _check_adapters(config)
+    if objective == PAIRS:
+        check_pairs(run)
     check_output(source.path, Path(config.out), config.force)
     find_side_files(source.path, source.config)  # what publishing will ask of them is asked now
     return run
@@ -179,22 +197,32 @@ def choose_window(requested: int | None, raw: Mapping[str, Any], name: str) -> i
     return requested
 
 
-def choose_objective(config: UptrainConfig, raw: Mapping[str, Any]) -> str:
-    """`next-token` or `span-corruption`, from what the model is.
+def choose_objective(
+    config: UptrainConfig, raw: Mapping[str, Any], has_pairs: Callable[[], bool] = lambda: False
+) -> str:
+    """`next-token`, `span-corruption` or `pairs`, from what the model is and what the data holds.
+
+    Args:
+        config: The run.
+        raw: The raw config.
+        has_pairs: Whether the data is pairs, asked of encoder-decoders where the run does not say.
 
     Raises:
         UsageError: The objective asked for is not one the model can have.
     """
-    own = "span-corruption" if is_encoder_decoder(raw) else "next-token"
-    if config.objective not in ("auto", own):
+    possible = ("span-corruption", PAIRS) if is_encoder_decoder(raw) else ("next-token",)
+    asked = config.objective
+    if asked not in ("auto", *possible):
         raise UsageError(
             f"not supported for {raw.get('model_type')}",
-            where=f"objective {config.objective}",
-            fix=f"use {own}",
+            where=f"objective {asked}",
+            fix=f"use {' or '.join(possible)}",
         )
-    if own == "span-corruption" and config.isolate_documents:
+    if len(possible) > 1 and config.isolate_documents:
         raise UsageError("requires a decoder-only model", where="isolate_documents", fix="leave it out")
-    return own
+    if asked != "auto":
+        return asked
+    return PAIRS if len(possible) > 1 and has_pairs() else possible[0]
 
 
 def find_teacher(
@@ -269,9 +297,10 @@ def _check_distillation(run: PreparedRun) -> None:
         return
     if config.streaming:
         raise UsageError("not possible with streaming", where="teacher_top_k", fix="leave one of the two out")
-    if run.objective == "span-corruption":
+    if run.objective != "next-token":
+        why = "span corruption, which draws other spans in each pass"
         raise UsageError(
-            "not possible with span corruption, which draws other spans in each pass",
+            f"not possible with {PAIRS if run.objective == PAIRS else why}",
             where="teacher_top_k",
             fix="leave it out",
         )

@@ -112,7 +112,12 @@ def add_quantised_adapter(
 
 @torch.no_grad()
 def merge_quantised(
-    wrapped: Any, run: UptrainConfig, source: Path, config: Mapping[str, Any], folder: Path
+    wrapped: Any,
+    run: UptrainConfig,
+    source: Path,
+    config: Mapping[str, Any],
+    folder: Path,
+    batch: Mapping[str, torch.Tensor] | None = None,
 ) -> tuple[Any, dict[str, float]]:
     """Put the trained adapter on the full-precision model and merge it there.
 
@@ -125,6 +130,7 @@ def merge_quantised(
         source: The full-precision checkpoint.
         config: Its raw config.
         folder: Where the adapter goes.
+        batch: As in `merge_adapter`.
 
     Returns:
         The merged model, float32; the differences of `merge_adapter` and `quantised`, the merged model's
@@ -134,14 +140,16 @@ def merge_quantised(
 
     wrapped.eval()
     device = next(wrapped.parameters()).device
-    batch = probe(wrapped, device)
-    trained = wrapped(**batch, use_cache=False).logits.float().cpu()
+    batch = dict(probe(wrapped, device) if batch is None else batch)
+    here = {key: x.to(device) for key, x in batch.items()}
+    trained = wrapped(**here, use_cache=False).logits.float().cpu()
     whole = load_model(source, dtype=torch.float32, device="cpu", trust_remote_code=run.trust_remote_code)
     whole = add_adapter(whole, config, run)
     state = {name: x.cpu() for name, x in get_peft_model_state_dict(wrapped).items()}
     set_peft_model_state_dict(whole, state)
-    merged, difference = merge_adapter(whole, folder, run.model, stored_dtype(config))
-    difference["quantised"] = relative_difference(merged, probe(merged, "cpu"), trained)
+    merged, difference = merge_adapter(whole, folder, run.model, stored_dtype(config), batch)
+    there = {key: x.to("cpu") for key, x in batch.items()}
+    difference["quantised"] = relative_difference(merged, there, trained)
     logger.info(
         "merged onto the full-precision weights: within %.0e of the adapter on them, %.2g of the logits' "
         "spread from the 4-bit model that was trained",

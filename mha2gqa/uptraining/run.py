@@ -20,18 +20,20 @@ from ..config.keywords import TrainModelKeywords, UptrainKeywords
 from ..config.signature import takes_options
 from ..distributed import is_rank_zero
 from ..progress import Progress, reporting
-from .adapters import add_adapter, merge_adapter, train_attention_only, train_text_only
+from .adapters import add_adapter, freeze_constants, merge_adapter, train_attention_only, train_text_only
 from .arguments import build_arguments
-from .batches import BlockOrder, Blocks, Collate, Collator
+from .batches import BlockOrder, Collate, Collator, IdBlocks
 from .corpus import Corpus, load_corpus
 from .distributed_training import lost_processes, whole_models
 from .model_prep import require_document_masking
+from .pair_corpus import load_pair_corpus
+from .pair_options import PAIRS
 from .prepare import PreparedRun, prepare, prepare_in_memory
 from .publish import manifest_with, publish_trained
 from .qlora import add_quantised_adapter, merge_quantised
 from .result import UptrainResult
 from .run_dir import TEACHER, RunDirectory
-from .teacher import Teacher, check_teacher, check_tokenizers, load_teacher
+from .teacher import Teacher, check_teacher, check_tokenizers, load_teacher, model_inputs
 from .teacher_cache import cache_teacher
 from .train import TrainingRun, memory_advice, summarise, train
 
@@ -88,10 +90,10 @@ def uptrain(
 @takes_options(UptrainConfig, TrainerOptions, without=("model", "out", "data"))
 def train_model(
     model: Any,
-    blocks: Blocks,
+    blocks: IdBlocks,
     *,
     teacher: Any = None,
-    held_out: Blocks | None = None,
+    held_out: IdBlocks | None = None,
     folder: str | Path | None = None,
     collate: Collate | None = None,
     **options: Unpack[TrainModelKeywords],
@@ -145,6 +147,7 @@ def run_uptrain(config: UptrainConfig) -> UptrainResult:
         args = build_arguments(config, run.budget, run_dir.root, run.width, evaluates=True)
         with _opened(run_dir, run):
             trained = _train_checkpoint(run, args, run_dir)
+        run = trained.trainer.run
         result = summarise(run, trained, None if run.teacher is None else run.teacher.name, begin)
         if trained.state is not None:  # only rank 0 holds the consolidated weights
             _publish(run, trained, result, run_dir)
@@ -165,7 +168,8 @@ def _opened(run_dir: RunDirectory, run: PreparedRun) -> Iterator[None]:
         if begun:
             logger.info("continuing the run in %s", run_dir.root)
         run_dir.discard_incomplete()
-    logger.info("%s", run.budget.sentence())
+    if run.objective != PAIRS:  # whose lengths are not known yet
+        logger.info("%s", run.budget.sentence())
     with ExitStack() as after_failure:
         if not begun:
             after_failure.callback(run_dir.remove_if_empty)  # the corrected command starts afresh
@@ -183,9 +187,15 @@ def _train_checkpoint(run: PreparedRun, args: Any, run_dir: RunDirectory) -> Tra
     if run.teacher is not None:
         theirs = load_tokenizer(run.teacher.name, config.trust_remote_code)
         check_tokenizers(tokenizer, theirs, run.teacher.name)
-    embeddings, collate = text_config(source.config).get("vocab_size"), run.collator(tokenizer)
-    with args.main_process_first(desc="cutting the data into blocks"):
-        corpus = load_corpus(config, run.budget, tokenizer, run_dir.root, collate, run.warn, embeddings)
+    if run.objective == PAIRS:
+        with args.main_process_first(local=False, desc="encoding the pairs"):
+            run, corpus = load_pair_corpus(run, args, tokenizer, run_dir.root)
+        logger.info("%s", run.budget.sentence())
+        args = build_arguments(config, run.budget, run_dir.root, run.width, evaluates=True)
+    else:
+        embeddings, collate = text_config(source.config).get("vocab_size"), run.collator(tokenizer)
+        with args.main_process_first(desc="cutting the data into blocks"):
+            corpus = load_corpus(config, run.budget, tokenizer, run_dir.root, collate, run.warn, embeddings)
     if corpus.held_out is None:
         args.eval_strategy = type(args.eval_strategy)("no")
     student = _load_student(run, args)
@@ -220,7 +230,9 @@ def _load_student(run: PreparedRun, args: Any) -> Any:
     elif config.train == "qlora":
         compute = torch.bfloat16 if args.bf16 else torch.float32
         student = add_quantised_adapter(student, raw, config, args.device, compute)
-    elif text_config(raw) is not raw and not is_encoder_decoder(raw):
+    elif is_encoder_decoder(raw):
+        freeze_constants(student)
+    elif text_config(raw) is not raw:
         kept = train_text_only(student)
         run.warn(f"{len(kept)} tensors outside the text model keep their values: text does not train them")
     return student
@@ -228,12 +240,14 @@ def _load_student(run: PreparedRun, args: Any) -> Any:
 
 def _merge_adapter(run: PreparedRun, trained: TrainingRun, folder: Path) -> None:
     """Put the trained adapter into the weights, and keep it beside them."""
-    config, source = run.config, run.source
+    config, source, batch = run.config, run.source, None
     assert source is not None
+    if run.objective == PAIRS and isinstance(trained.corpus.train, BlockOrder):
+        batch = model_inputs(trained.corpus.train[0])
     if config.train == "lora":
-        merged = merge_adapter(trained.model, folder, config.model, stored_dtype(source.config))
+        merged = merge_adapter(trained.model, folder, config.model, stored_dtype(source.config), batch)
     else:
-        merged = merge_quantised(trained.model, config, source.path, source.config, folder)
+        merged = merge_quantised(trained.model, config, source.path, source.config, folder, batch)
     trained.adapter = folder
     trained.model, trained.merge = merged
     trained.state = trained.model.state_dict()

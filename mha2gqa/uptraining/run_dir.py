@@ -17,6 +17,8 @@ from safetensors import SafetensorError
 from ..checkpoints.atomic import FileLock, write_json
 from ..checkpoints.fingerprints import file_fingerprint
 from ..checkpoints.json_files import read_json
+from ..config.option import declared
+from ..config.pair_options import PairConfig
 from ..data.reading import local_files
 from ..errors import CheckpointError, UsageError, quoted, reason
 from .budget import UptrainConfig
@@ -63,15 +65,19 @@ SOURCES = "sources.json"
 COMPLETE = "complete.json"  # written last into a checkpoint, names every file and its size
 
 
-def recipe_keys(config: UptrainConfig, stamp: str, teacher: str | None = None) -> dict[str, Any]:
+def recipe_keys(
+    config: UptrainConfig, stamp: str, teacher: str | None = None, pairs: bool = False
+) -> dict[str, Any]:
     """What identifies a run: every option that changes its result, the starting checkpoint and the teacher.
 
     Args:
         config: The run.
         stamp: From `checkpoint_fingerprint`.
         teacher: The teacher's, wherever it lies; None without one.
+        pairs: Whether it is on pairs, and the options that say how they are read count.
     """
-    keys = {k: v for k, v in asdict(config).items() if k not in NOT_IDENTIFYING and k != "training_args"}
+    left_out = NOT_IDENTIFYING | {"training_args"} | (set() if pairs else set(declared(PairConfig)))
+    keys = {k: v for k, v in asdict(config).items() if k not in left_out}
     args = {k: v for k, v in config.training_args.items() if not k.startswith(NOT_IDENTIFYING_ARGS)}
     plain = keys | args | {"model contents": stamp, "teacher": teacher}
     return json.loads(json.dumps(plain, default=str))

@@ -16,8 +16,16 @@ from ..lm_head import ChunkedLogits, LMHead
 from .distributed_training import whole_models
 from .prepare import PreparedRun
 
-# Inputs of a batch that change what the model computes, beside input_ids.
-EXTRA_INPUTS = ("position_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask")
+# What a model may be given of a batch.
+INPUTS = (
+    "input_ids",
+    "input_features",
+    "input_values",
+    "position_ids",
+    "attention_mask",
+    "decoder_input_ids",
+    "decoder_attention_mask",
+)
 
 
 class Teacher:
@@ -50,8 +58,7 @@ class Teacher:
 
 def model_inputs(inputs: Mapping[str, Tensor | None]) -> dict[str, Any]:
     """What a model's forward receives of a batch; labels stay with us."""
-    extra = {name: inputs[name] for name in EXTRA_INPUTS if inputs.get(name) is not None}
-    return {"input_ids": inputs["input_ids"], **extra}
+    return {name: inputs[name] for name in INPUTS if inputs.get(name) is not None}
 
 
 @dataclass(frozen=True)

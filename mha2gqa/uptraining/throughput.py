@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..data.spans import noise_counts
+from .budget import PairBudget
 from .teacher import Teacher
 
 # Dense bf16 peak of one device in FLOP/s, by a part of its name (vendor data sheets, without sparsity).
@@ -30,14 +31,21 @@ PEAK_FLOPS = {
 }
 
 
-def forward_flops(model: Any, window: int) -> float:
+def forward_flops(model: Any, window: int, pairs: PairBudget | None = None) -> float:
     """Forward FLOPs of one token: 2 per weight that multiplies, 4 L H d T for attention.
+
+    On pairs a token is a target token, and the encoder's work is its too.
 
     An untied input embedding is only looked up and does not count. Attention counts the whole square,
     as is usual for MFU, though a causal kernel does half of it.
     """
-    if model.config.is_encoder_decoder:
-        return _encoder_decoder_flops(model, window)
+    if pairs is not None:
+        return _encoder_decoder_flops(model, pairs.encoder, pairs.decoder) / pairs.targets
+    if (
+        model.config.is_encoder_decoder
+    ):  # under span corruption they see other numbers of ids than the text has
+        noise, spans = noise_counts(window)
+        return _encoder_decoder_flops(model, window - noise + spans + 1, noise + spans + 1) / window
     config = model.config.get_text_config()
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     weights = sum(_size(p) for p in model.parameters())
@@ -54,20 +62,18 @@ def _size(parameter: Tensor) -> int:
     return parameter.numel() if state is None else math.prod(state.shape)
 
 
-def flops_per_token(model: Any, window: int) -> float:
+def flops_per_token(model: Any, window: int, pairs: PairBudget | None = None) -> float:
     """Forward and backward FLOPs of one token: thrice the forward pass, less 2 per frozen weight."""
     embedding = model.get_input_embeddings()
     head = model.get_output_embeddings()
     frozen = sum(_size(p) for p in model.parameters() if not p.requires_grad)
     if embedding is not None and head is not None and head.weight is not embedding.weight:
         frozen -= 0 if embedding.weight.requires_grad else embedding.weight.numel()
-    return 3 * forward_flops(model, window) - 2.0 * frozen
+    return 3 * forward_flops(model, window, pairs) - 2.0 * frozen
 
 
-def _encoder_decoder_flops(model: Any, window: int) -> float:
-    """The same per token of text under span corruption: encoder and decoder see other numbers of ids."""
-    noise, spans = noise_counts(window)
-    source, target = window - noise + spans + 1, noise + spans + 1
+def _encoder_decoder_flops(model: Any, source: float, target: float) -> float:
+    """Forward FLOPs of an encoder over `source` positions and a decoder over `target`."""
 
     def weights(module: Any) -> int:
         return sum(p.numel() for name, p in module.named_parameters() if "embed" not in name)
@@ -82,7 +88,7 @@ def _encoder_decoder_flops(model: Any, window: int) -> float:
     square = config.num_hidden_layers * source * source + (layers or config.num_hidden_layers) * target * (
         target + source
     )
-    return (2.0 * (weights(model.get_encoder()) * source + decoder * target) + 4.0 * width * square) / window
+    return 2.0 * (weights(model.get_encoder()) * source + decoder * target) + 4.0 * width * square
 
 
 def peak_flops(device: torch.device) -> float | None:
@@ -141,7 +147,9 @@ class Meter:
         return found
 
 
-def training_flops(model: Any, teacher: Teacher | None, window: int) -> float:
+def training_flops(
+    model: Any, teacher: Teacher | None, window: int, pairs: PairBudget | None = None
+) -> float:
     """Model FLOPs of one trained token, with the teacher's forward pass where there is one."""
-    flops = flops_per_token(model, window)
-    return flops if teacher is None else flops + forward_flops(teacher.model, window)
+    flops = flops_per_token(model, window, pairs)
+    return flops if teacher is None else flops + forward_flops(teacher.model, window, pairs)

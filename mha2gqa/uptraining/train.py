@@ -137,8 +137,9 @@ def memory_advice(args: Any, budget: Budget) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
+        what = f"blocks of {budget.window} tokens" if budget.pairs is None else "pairs"
         raise TrainingError(
-            f"out of memory with {args.per_device_train_batch_size} blocks of {budget.window} tokens at a time",
+            f"out of memory with {args.per_device_train_batch_size} {what} at a time",
             where=str(args.device),
             fix="lower per_device_train_batch_size or window, set gradient_checkpointing, use train lora or qlora, "
             "or more GPUs with fsdp",
@@ -152,7 +153,7 @@ def _should_compile(
         return config.torch_compile
     if config.train == "qlora" or args.deepspeed:  # opaque kernels; hooks in every module of a layer
         return False
-    flops = training_flops(student, teacher, budget.window) * budget.tokens
+    flops = training_flops(student, teacher, budget.window, budget.pairs) * budget.tokens
     return worth_compiling(flops, args.device, world_size())
 
 

@@ -56,8 +56,9 @@ class UptrainTrainer(Trainer):
         teacher: Teacher | None,
         stop: list[int],
     ) -> None:
-        flops = training_flops(model, teacher, run.budget.window)
-        self.student_flops = training_flops(model, None, run.budget.window)
+        window, pairs = run.budget.window, run.budget.pairs
+        flops = training_flops(model, teacher, window, pairs)
+        self.student_flops = training_flops(model, None, window, pairs)
         stream, stopper = isinstance(corpus.train, IterableDataset), StopAndSave(self.continue_log)
         super().__init__(
             model=model,
@@ -261,7 +262,7 @@ class UptrainTrainer(Trainer):
         step, budget = self.state.global_step, self.run.budget
         self.finish_step()
         if "loss" in logs:
-            tokens = step * budget.batch_tokens
+            tokens = self.corpus.tokens_at(step, budget)
             ce = self._sums[1].clone()
             if self.args.world_size > 1:
                 torch.distributed.all_reduce(ce)
@@ -271,13 +272,16 @@ class UptrainTrainer(Trainer):
                 logs["ce_loss"] = float(ce) / max(1, step - self._logged_step)
             self._logged_step = step
             logs["tokens"] = tokens
-            logs |= self.meter.read(tokens, (budget.steps - step) * budget.batch_tokens)
+            logs |= self.meter.read(tokens, budget.tokens - tokens)
         super().log(logs, start_time)
         if self.is_world_process_zero() and ("loss" in logs or "eval_loss" in logs):
             logger.info("%s", progress_line(step, budget.steps, logs))
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Model FLOPs of a micro-batch, by the same count as the MFU."""
+        budget = self.run.budget
+        if budget.pairs is not None:
+            return round(self.meter.flops * budget.pairs.targets * len(inputs["labels"]))
         return round(self.meter.flops * inputs["input_ids"].numel())
 
     # --- checkpoints --------------------------------------------------------------------------------
@@ -334,7 +338,7 @@ class UptrainTrainer(Trainer):
             self._pending = {key: float(state["unlogged"][key]) for key in ("since", "loss", "ce")}
             position = None if state["stream"] is None else Position(**state["stream"])
         self._resumed = checkpoint
-        self.meter.reset(step * self.run.budget.batch_tokens)
+        self.meter.reset(self.corpus.tokens_at(step, self.run.budget))
         if isinstance(self.corpus.train, BlockStream):
             self.args.ignore_data_skip = True  # the stream itself begins where the checkpoint ended
             made = step * self.run.budget.blocks_per_step

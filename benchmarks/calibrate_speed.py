@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from _common import RESULTS, provenance, write_json
+from _common import RESULTS, hardware, provenance, write_json
 
 SHAPES = {  # hidden, feed-forward, heads, layers of the whole model, vocabulary
     "7b": (4096, 11008, 32, 32, 32000),
@@ -208,7 +208,7 @@ def main() -> None:
     in_layers = sum(seconds for stage, seconds in measured["stage_seconds"].items() if stage != "losses")
     row = {
         "name": args.name, "shape": args.shape, "layers": args.layers, "groups": args.groups,
-        "calibration_tokens": args.tokens, "processes": args.processes, "options": args.more, "commands": len(spent) + 1, **measured,
+        "calibration_tokens": args.tokens, "processes": args.processes, "options": args.more, "gpu": hardware(args.device).get("gpu"), "commands": len(spent) + 1, **measured,
         "seconds_per_layer": round(in_layers / args.layers, 2),
         "whole_model_minutes": round((measured["wall_seconds"] + in_layers / args.layers * (whole - args.layers)) / 60, 1),
         "extrapolated": args.layers != whole,

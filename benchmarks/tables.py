@@ -229,8 +229,9 @@ def calibrate_speed(record: Mapping[str, Any]) -> str:
     """Calibrated conversion of large models: time and memory of the product's own command."""
     lines = [
         [
-            f"{row['name']}: {row['shape']} to G={row['groups']}",
-            str(row["processes"]),
+            f"{row['name']}: {row['layers']} layers of {row['shape']} to G={row['groups']}"
+            + (f", in {row['commands']} commands" if row["commands"] > 1 else ""),
+            f"{row['processes']} x {row['gpu']}",
             f"{row['calibration_tokens']:,}",
             f"{row['seconds_per_layer']:.1f}",
             f"{row['whole_model_minutes']:.0f}" + (" (extrapolated)" if row["extrapolated"] else ""),
@@ -240,7 +241,7 @@ def calibrate_speed(record: Mapping[str, Any]) -> str:
         for row in record["rows"]
     ]
     head = ["", "GPUs", "tokens", "seconds a layer", "minutes", "GiB of GPU", "GiB of host"]
-    return f"Measured on: {measured_on(record)}.\n\n{markdown(head, lines)}"
+    return f"mha2gqa {record['versions']['mha2gqa']}, torch {record['versions']['torch']}.\n\n{markdown(head, lines)}"
 
 
 def walk_quality(record: Mapping[str, Any]) -> str:

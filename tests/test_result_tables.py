@@ -100,16 +100,17 @@ def test_decoding_is_rendered_beside_what_bytes_predict(tmp_path: Path) -> None:
 
 def test_calibrated_conversion_says_what_is_extrapolated(tmp_path: Path) -> None:
     row = {
-        "name": "default", "shape": "7b", "groups": 8, "processes": 1, "calibration_tokens": 524_288,
+        "name": "default", "shape": "7b", "layers": 4, "groups": 8, "gpu": "GPU", "commands": 2, "processes": 1, "calibration_tokens": 524_288,
         "seconds_per_layer": 12.34, "whole_model_minutes": 9.6, "extrapolated": True, "gpu_gib": 20.0,
         "host_anonymous_gib": 7.5,
     }  # fmt: skip
     record = {
         "command_line": "python benchmarks/calibrate_speed.py",
-        "hardware": {"gpu": "GPU"},
+        "versions": {"mha2gqa": "1", "torch": "2"},
         "rows": [row],
     }
     path = tmp_path / "calibrate_speed.json"
     path.write_text(json.dumps(record))
     (text,) = tables.tables(path)
-    assert "| default: 7b to G=8 | 1 | 524,288 | 12.3 | 10 (extrapolated) | 20.0 | 7.5 |" in text
+    named = "default: 4 layers of 7b to G=8, in 2 commands | 1 x GPU"
+    assert f"| {named} | 524,288 | 12.3 | 10 (extrapolated) | 20.0 | 7.5 |" in text

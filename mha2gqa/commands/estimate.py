@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from ..architectures import AttentionSpec, Geometry, find_spec, valid_groups
 from ..checkpoints.hf_config import is_encoder_decoder, longest_context, text_config
+from ..config import PlanConfig
 from ..conversion.plan import Plan, plan_conversion, plan_modules
 from ..conversion.rewrite import module_changes
 from ..data.spans import ENCODER_TOKENS
@@ -23,6 +24,7 @@ from ..kv_cache import (
 )
 from ..modeling import PREFIX
 from ..results import Result
+from .calibration_price import calibration_price
 from .describe import Description, describe
 
 # Bytes for each trained parameter: float32 weight and gradient, two AdamW moments.
@@ -59,6 +61,7 @@ class PlanResult(Result):
         options: For each valid G: size of the checkpoint and of the cache, and the result's model type.
         decode: KV bytes and the tokens/s that memory bandwidth allows, at `batch` × `context`.
         conversion: `disk_bytes`, `memory_bytes`, `seconds` (estimates).
+        calibration: What calibrating and fitting comes to, see `calibration_price`; empty where nothing changes.
         memory: Device bytes of weights, gradients and optimizer for each parameter set of `uptrain`.
         exact: False where shapes come from the config and not from the files.
         warnings: What to know before converting.
@@ -84,6 +87,7 @@ class PlanResult(Result):
     options: list[dict[str, Any]]
     decode: dict[str, Any]
     conversion: dict[str, float]
+    calibration: dict[str, Any]
     memory: dict[str, Any]
     exact: bool
     warnings: list[str] = field(default_factory=list)
@@ -99,6 +103,8 @@ def plan(
     batch: int = 1,
     context: int | None = None,
     gpu_memory: float = 80e9,
+    gpus: int = 1,
+    calibration_tokens: int = PlanConfig.calibration_tokens,
     bandwidth: float = H100_BANDWIDTH,
     revision: str | None = None,
 ) -> PlanResult:
@@ -111,6 +117,8 @@ def plan(
         tp: Tensor-parallel ranks the result will be served on.
         batch, context: Sequences and tokens of the decoding situation; context defaults to the model's.
         gpu_memory: Bytes of one device.
+        gpus: Devices that share calibration.
+        calibration_tokens: Tokens of calibration text.
         bandwidth: Its memory bandwidth, bytes/s.
         revision: On the Hub.
 
@@ -132,6 +140,7 @@ def plan(
     chosen = plan_conversion(model.config, model.shapes, wanted)
     reach, usual = _reach(described.config)
     context = context or reach or usual
+    price = _calibration(model, chosen, gpu_memory, gpus, calibration_tokens)
     options = [_option(described.reexpressed(g, as_), g, batch, context, gpu_memory) for g in possible]
     now, then = (next(o for o in options if o["groups"] == g) for g in (before, wanted))
     return PlanResult(
@@ -152,12 +161,14 @@ def plan(
         options=options,
         decode=_decode(now, then, batch, context, bandwidth, gpu_memory),
         conversion=_conversion(model, then["bytes"]),
+        calibration=price,
         memory=training_memory(model, chosen, gpu_memory),
         exact=model.exact,
         warnings=[
             *(model.found.notes if model.found else ()),
             *chosen.warnings,
             *_beyond(context, reach),
+            *_too_large(price, gpu_memory),
             *parallel_warnings(wanted, num_heads, tp),
         ],
         recommended=f"mha2gqa convert {source} {Path(str(source)).name}-gqa{wanted} --groups {wanted} "
@@ -271,6 +282,38 @@ def _conversion(model: Description, after: int) -> dict[str, float]:
         "memory_bytes": model.largest + 64 * 2**20,
         "seconds": round((model.total + after) / DISK_BYTES_PER_SECOND, 1),
     }
+
+
+def _calibration(
+    model: Description, decided: Plan, gpu_memory: float, gpus: int, tokens: int
+) -> dict[str, Any]:
+    """The price of calibrating and fitting."""
+    if all(module.unchanged for module in decided.modules):
+        return {}
+    itemsize = max(round(model.total / max(1, sum(map(math.prod, model.shapes.values())))), 1)
+    return calibration_price(
+        model.shapes,
+        changed_shapes(model, decided),
+        decided,
+        gpu_memory=gpu_memory,
+        gpus=gpus,
+        tokens=tokens,
+        itemsize=itemsize,
+    )
+
+
+def _too_large(price: Mapping[str, Any], gpu_memory: float) -> list[str]:
+    """What to do where a device does not hold the fits of a layer."""
+    if not price or price["regression"]["fits"]:
+        return []
+    need = price["regression"]["device_bytes"]
+    other = (
+        "--no-reconstruct fits" if price["closed_form"]["fits"] else "--no-reconstruct does not fit either"
+    )
+    return [
+        f"fitting a layer needs about {need / 1e9:.0f} GB of the {gpu_memory / 1e9:.0f} GB of a device: give a smaller "
+        f"--fit batch_tokens, or more processes; {other}"
+    ]
 
 
 def training_memory(model: Description, decided: Plan, gpu_memory: float) -> dict[str, Any]:

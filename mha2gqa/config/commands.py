@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from .coerce import Bytes
+from .convert import ConvertConfig
 from .option import ADVANCED, CLI, OUTPUT, WHAT, Config, option
 
 Engine = Literal["gguf", "ct2", "onnx"]
@@ -52,6 +53,17 @@ class PlanConfig(Config):
     )
     gpu_memory: Bytes = option(
         80_000_000_000, "Memory of one device.", ADVANCED, metavar="SIZE", where=(CLI,), range="> 0"
+    )
+    gpus: int = option(
+        1, "Devices that share calibration, for its price.", ADVANCED, where=(CLI,), range=">= 1"
+    )
+    calibration_tokens: int = option(
+        ConvertConfig.calibration_tokens,
+        "Tokens of calibration text, for its price.",
+        ADVANCED,
+        metavar="TOKENS",
+        where=(CLI,),
+        range=">= 1",
     )
     bandwidth: Bytes = option(
         3_350_000_000_000,

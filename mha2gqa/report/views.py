@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..progress import duration
 from .content import (
     Column,
     Table,
@@ -70,8 +71,9 @@ def _plan(data: Data) -> Iterable[Block]:
     yield Line(
         f"Converting writes {human_bytes(data['conversion']['disk_bytes'])}, needs about "
         f"{human_bytes(data['conversion']['memory_bytes'])} of memory and, at 500 MB/s of disk, about "
-        f"{significant(data['conversion']['seconds'], 2)} s (calibration comes on top)."
+        f"{significant(data['conversion']['seconds'], 2)} s without text."
     )
+    yield from _calibration_lines(data.get("calibration") or {})
     yield BLANK
     yield Line("Uptraining: weights, gradients, AdamW state and a bf16 teacher (activations come on top):")
     yield _memory_table(data["memory"])
@@ -79,6 +81,21 @@ def _plan(data: Data) -> Iterable[Block]:
         yield from (BLANK, Line("No weights were found: sizes come from the config."))
     yield from _warnings(data)
     yield from _next(data["recommended"])
+
+
+def _calibration_lines(price: Data) -> Iterable[Block]:
+    """What calibration costs: time, memory of the device, of the host, and of the work folder."""
+    if not price:
+        return
+    fits, closed = price["regression"], price["closed_form"]
+    on = f" on {price['gpus']} devices" if price["gpus"] > 1 else ""
+    yield Line(
+        f"Calibrating on {human_count(price['tokens'])} tokens{on}, layer by layer: up to {duration(fits['seconds'])} on "
+        f"a card like an H100, {duration(closed['seconds'])} with --no-reconstruct. In use at the peak: "
+        f"{human_bytes(fits['device_bytes'])} of GPU memory ({human_bytes(fits['device_bytes_cached'])} with what PyTorch "
+        f"caches), {human_bytes(price['host_bytes'])} of host memory or disk, {human_bytes(price['disk_bytes'])} of disk "
+        "to go on after an interruption."
+    )
 
 
 def _result_type(data: Data) -> str:

@@ -1,0 +1,166 @@
+"""What a calibrated conversion costs: time and memory of the layer walk, from shapes and measured constants.
+
+The constants come from `benchmarks/results/calibrate_speed.json`; a test holds the estimate within a factor of
+1.5 of every row there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..checkpoints.hf_config import text_config
+from ..config import ConvertConfig, ReconstructConfig
+from ..conversion.plan import ModulePlan, Plan
+from ..merging.grouping import evaluations
+
+# Sustained by the measured cards (H100 and H200, bf16) in each stage, operations per second.
+FIT_FLOPS = 5.0e14  # forward and backward of a layer
+STATISTICS_FLOPS = 1.3e14  # forward of a layer and its second moments
+REFIT_FLOPS = 3.2e13  # second moments in float64
+SEARCH_RATE = 1.25e10  # eigenproblem sizes cubed per second, 16 cores
+# What PyTorch's allocator keeps beside what is in use, and CUDA's context: what nvidia-smi shows.
+CACHED, CONTEXT_BYTES = 2.2, 1.5e9
+TRAINED_BYTES = 16  # float32 weight and gradient, two moments of Adam
+FLOAT32_PARAMETERS = 10**9  # models up to this size are worked on in float32
+STREAMS = 3  # the original's hidden states, the converted model's, and what a layer returns
+GPUS_SHARE = 0.9  # of a further GPU that is used
+LOAD_BYTES_PER_SECOND = 1.5e9  # of a layer from disk and back
+START_SECONDS = 30  # imports, tokenising
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The largest decoder layer, in numbers.
+
+    Args:
+        parameters: Of the original's.
+        kept: Of the converted model's.
+        trained: Of those, what the fits train.
+        hidden: Width D of the hidden states.
+        widest: Largest dimension of a weight, usually that of the feed-forward part.
+        outside: Parameters of embeddings and output head.
+        search: Sum of cubed sizes of the eigenproblems of its grouping search.
+    """
+
+    parameters: int
+    kept: int
+    trained: int
+    hidden: int
+    widest: int
+    outside: int
+    search: float
+
+
+def calibration_price(
+    shapes: Mapping[str, tuple[int, ...]],
+    changed: Mapping[str, tuple[int, ...]],
+    decided: Plan,
+    *,
+    gpu_memory: float,
+    gpus: int = 1,
+    tokens: int = ConvertConfig.calibration_tokens,
+    fit: ReconstructConfig | None = None,
+    itemsize: int = 2,
+) -> dict[str, Any]:
+    """Time, memory and disk of calibrating and fitting, layer by layer.
+
+    Args:
+        shapes: Of the original, by tensor name.
+        changed: Of the result.
+        decided: The conversion.
+        gpu_memory: Bytes of one device.
+        gpus: Processes that share the text.
+        tokens: Calibration tokens.
+        fit: How the stages after merging work; their defaults where None.
+        itemsize: Bytes of an element as stored.
+
+    Returns:
+        `tokens`, `gpus`, `host_bytes` of the hidden states, `disk_bytes` of the work folder, and for `regression`
+        (with every step; modules that stop early take less) and `closed_form` (without it) `seconds`,
+        `device_bytes` in use at the peak, `device_bytes_cached` as nvidia-smi shows them, and `fits`.
+
+    Example:
+        >>> calibration_price(shapes, changed, decided, gpu_memory=24e9)["regression"]["fits"]  # doctest: +SKIP
+        True
+    """
+    fit = fit or ReconstructConfig()
+    layer, count = _largest(shapes, changed, decided)
+    if sum(map(math.prod, shapes.values())) <= FLOAT32_PARAMETERS:
+        itemsize = 4
+    share = 1 if gpus == 1 else 1 / (gpus * GPUS_SHARE)
+    statistics = 2 * layer.parameters * tokens / STATISTICS_FLOPS
+    refit = 4 * layer.hidden**2 * tokens / REFIT_FLOPS
+    regression = 6 * layer.kept * fit.steps * fit.batch_tokens / FIT_FLOPS
+    serial = layer.search / SEARCH_RATE + 2 * layer.parameters * itemsize / LOAD_BYTES_PER_SECOND
+    closed = serial + share * (statistics + refit)
+    weights = (2 * layer.parameters + layer.kept + layer.outside) * itemsize
+    batch = (
+        fit.batch_tokens * share * itemsize / 2
+    )  # activations of a layer: of its forward, and for its backward
+    forward = weights + batch * (6 * layer.widest + 12 * layer.hidden)
+    backward = weights + TRAINED_BYTES * layer.trained + batch * (8 * layer.widest + 32 * layer.hidden)
+    return {
+        "tokens": tokens,
+        "gpus": gpus,
+        "host_bytes": STREAMS * tokens * layer.hidden * itemsize,
+        "disk_bytes": count * layer.trained * itemsize,
+        "regression": _stage(count * (closed + share * regression), backward, gpu_memory),
+        "closed_form": _stage(count * closed, forward, gpu_memory),
+    }
+
+
+def _stage(seconds: float, used: float, gpu_memory: float) -> dict[str, Any]:
+    return {
+        "seconds": round(START_SECONDS + seconds, 1),
+        "device_bytes": round(used + CONTEXT_BYTES),
+        "device_bytes_cached": round(CACHED * used + CONTEXT_BYTES),
+        "fits": used + CONTEXT_BYTES <= gpu_memory,
+    }
+
+
+def _largest(
+    shapes: Mapping[str, tuple[int, ...]], changed: Mapping[str, tuple[int, ...]], decided: Plan
+) -> tuple[Layer, int]:
+    """The layer with most parameters, and how many layers there are."""
+    blocks: dict[str, list[ModulePlan]] = {}
+    for module in decided.modules:
+        blocks.setdefault(_block(module), []).append(module)
+    counts = {block: _parameters(shapes, block) for block in blocks}
+    block = max(counts, key=lambda name: counts[name])
+    modules = [m for m in blocks[block] if not m.unchanged]
+    inside = {name: shape for name, shape in shapes.items() if name.startswith(f"{block}.")}
+    hidden = int(text_config(decided.config).get("hidden_size") or min(max(s) for s in inside.values()))
+    layer = Layer(
+        counts[block],
+        _parameters(changed, block),
+        sum(math.prod(changed[name]) for m in modules for name in m.names.values() if name in changed),
+        hidden,
+        max(max(shape) for shape in inside.values() if shape),
+        sum(map(math.prod, shapes.values())) - sum(counts.values()),
+        sum(map(_search, modules)),
+    )
+    return layer, len(blocks)
+
+
+def _block(module: ModulePlan) -> str:
+    """Path of the decoder layer around an attention module: up to its number."""
+    parts = module.path.split(".")
+    number = next((i for i, part in enumerate(parts) if part.isdigit()), len(parts) - 1)
+    return ".".join(parts[: number + 1])
+
+
+def _parameters(shapes: Mapping[str, tuple[int, ...]], block: str) -> int:
+    return sum(math.prod(shape) for name, shape in shapes.items() if name.startswith(f"{block}."))
+
+
+def _search(module: ModulePlan) -> float:
+    """Cubed sizes of the eigenproblems of one module's search: exact costs, and those of all pairs."""
+    heads, groups, width = module.geometry.num_kv_heads, len(module.grouping), module.geometry.head_dim
+    if groups in (1, heads):
+        return 0.0
+    size = heads // groups * width
+    exact = max(evaluations(size), 3 * groups) if heads != 2 * groups else 0
+    return exact * size**3 + heads * (heads - 1) / 2 * (2 * width) ** 3

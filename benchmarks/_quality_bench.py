@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from _common import write_json
+from _quality_cache import round_cache
 from _quality_cells import FITS, Cell, chosen_rate
 from _quality_parts import Parts, split_parts
 from _quality_rows import Shape, convert_flops, model_shape, uptrain_flops
@@ -59,10 +60,12 @@ class Bench:
             self.shapes[str(folder)] = model_shape(load_model(folder, device="cpu"))
         return self.shapes[str(folder)]
 
-    def score(self, folder: str | Path, part: str) -> dict[str, Any]:
-        """Scores of a checkpoint."""
+    def score(self, folder: str | Path, part: str, cache: str = "") -> dict[str, Any]:
+        """Scores of a checkpoint, with a cache of 8 bits where `cache` is `int8`."""
         model = self.original if str(folder) == str(self.args.model) else self.load(folder)
         self.shapes[str(folder)] = model_shape(model)
+        if cache:
+            round_cache(model)
         made = scores(model, self.original, self.blocks[part])
         del model
         gc.collect()
@@ -91,7 +94,8 @@ class Bench:
     def converted(self, cell: Cell, rates: dict[str, float]) -> tuple[Path, dict[str, Any]]:
         """The folder of the converted start and what it cost; made once for a work folder."""
         used = {kind: rate for kind, rate in rates.items() if kind in ("fit", "e2e")}
-        name = f"{cell.start}-G{cell.groups}-{cell.fit}-{cell.text}-{cell.seed}-" + "-".join(
+        heads = f"G{cell.groups}" + (f"w{cell.wide}" if cell.wide > 1 else "")
+        name = f"{cell.start}-{heads}-{cell.fit}-{cell.text}-{cell.seed}-" + "-".join(
             f"{kind}{rate:g}" for kind, rate in sorted(used.items())
         )
         folder = self.args.work / "converted" / name
@@ -133,6 +137,7 @@ class Bench:
             cell.groups,
             method=cell.start,
             seed=cell.seed,
+            wide=cell.wide,
             force=True,
             **options,
         )
@@ -176,7 +181,7 @@ class Bench:
         if cell.start != "original":
             folder, cost = self.converted(cell, rates)
         if not cell.objective:
-            return cost | self.score(folder, cell.part) | {"rates": rates}
+            return cost | self.score(folder, cell.part, cell.cache) | {"rates": rates}
         return self._uptrained(cell, folder, cost, rates, entries)
 
     def _uptrained(
@@ -194,7 +199,9 @@ class Bench:
             left = entries[cell.equal_to]["flops"] - cost["flops"]
             tokens = max(0, int(left / uptrain_flops(student, teacher, 1, window)))
             if tokens < 4 * window:
-                return cost | self.score(folder, cell.part) | {"rates": rates, "uptrained_tokens": 0}
+                return (
+                    cost | self.score(folder, cell.part, cell.cache) | {"rates": rates, "uptrained_tokens": 0}
+                )
         out = self.args.work / "uptrained" / hashlib.sha256(cell.key.encode()).hexdigest()[:16]
         began = time.monotonic()
         made = uptrain(
@@ -212,7 +219,7 @@ class Bench:
             force=True,
         )
         seconds = time.monotonic() - began
-        measured = self.score(out, cell.part)
+        measured = self.score(out, cell.part, cell.cache)
         shutil.rmtree(out)
         budget = made.budget
         return {

@@ -45,6 +45,8 @@ class Cell:
         part: What it is scored on: `valid`, or `tuning` when a rate is chosen.
         tunes: The rate that is tried: `fit`, `e2e`, `kd` or `ce`; empty for a row of the table.
         rate: The rate tried.
+        wide: R of wide heads, which hold the cache of `groups`; 1 for plain ones.
+        cache: `int8` where keys and values are rounded to 8 bits when it is scored; empty for none.
     """
 
     start: str
@@ -58,20 +60,28 @@ class Cell:
     part: str = "valid"
     tunes: str = ""
     rate: float = 0.0
+    wide: int = 1
+    cache: str = ""
 
     @property
     def key(self) -> str:
         """A readable name, unique in a ledger."""
-        words = [self.start, f"G{self.groups}", self.fit]
+        words = [self.start, f"G{self.groups}", f"wide{self.wide}" if self.wide > 1 else "", self.fit]
         words += [self.text] if self.text != "calibration" else []
         words += [f"{self.objective}-{self.tokens / 1e6:.3g}M"] if self.tokens else []
         words += [f"{self.objective}-as[{self.equal_to}]"] if self.equal_to else []
         words += [f"{self.tunes}-rate-{self.rate:g}"] if self.tunes else []
+        words += [f"{self.cache}-cache"] if self.cache else []
         return "/".join([*filter(None, words), f"seed{self.seed}"])
 
     def to_dict(self) -> dict[str, Any]:
         """Key and fields, without those that do not apply."""
-        return {"key": self.key} | {k: v for k, v in asdict(self).items() if v not in ("", 0) or k == "seed"}
+        left_out = {"wide": 1}
+        return {"key": self.key} | {
+            k: v
+            for k, v in asdict(self).items()
+            if (v not in ("", 0) and v != left_out.get(k)) or k == "seed"
+        }
 
     @property
     def waits_for(self) -> str:
@@ -107,6 +117,7 @@ def planned(
     alphas: tuple[int, int],
     seeds: Sequence[int],
     bold: Sequence[int] = (4, 2),
+    wide: Sequence[int] = (),
 ) -> list[Cell]:
     """Every cell, most wanted first.
 
@@ -116,6 +127,7 @@ def planned(
         alphas: Uptraining tokens of the small and of the large budget.
         seeds: Of the bold cells; the others get the first.
         bold: G of the bold cells, and G of the bold cell of the large budget.
+        wide: R of wide heads to measure beside the plain ones (see `wide_cells`).
     """
     small, large = alphas
     g, g_large = bold
@@ -132,6 +144,7 @@ def planned(
             Cell("joint", g, "fits", text="generate", seed=seed),
         ]
     cells += [control, replace(control, tokens=large)]
+    cells += wide_cells(num_kv_heads, groups, wide, alphas, seeds, g)
 
     def family(g: int) -> list[Cell]:
         return [
@@ -163,10 +176,49 @@ def planned(
     return list({cell.key: cell for cell in cells}.values())
 
 
+def wide_cells(
+    num_kv_heads: int,
+    groups: Sequence[int],
+    wide: Sequence[int],
+    alphas: tuple[int, int],
+    seeds: Sequence[int],
+    tuned: int,
+) -> list[Cell]:
+    """Wide heads at the cache of G, beside what else has its bytes: GQA-G, and GQA-2G with an 8-bit cache.
+
+    Rates are tuned at R = `wide[0]`, on the grid of the plain rows; equal budgets count tokens (alpha) and FLOPs.
+    """
+    if not wide:
+        return []
+    small, large = alphas
+    cells = [
+        replace(cell, wide=wide[0])
+        for cell in tuning_cells([tuned], small, quick=True)
+        if cell.start == "joint" and cell.fit == "fits"
+    ]
+    for seed in seeds:
+        for g in groups:
+            plain = Cell("joint", g, "fits", seed=seed)
+            taught = replace(plain, objective="kd", tokens=small)
+            both = [replace(plain, wide=r) for r in wide if g % r == 0]
+            for w in both:
+                cells += [w, replace(w, objective="kd", tokens=small)]
+            cells += [plain, taught]
+            if 2 * g <= num_kv_heads:
+                cells += [replace(cell, groups=2 * g, cache="int8") for cell in (plain, taught)]
+            for w in both:
+                cells += [replace(w, objective="kd", equal_to=taught.key)]
+                cells += [replace(w, cache="int8"), replace(w, objective="kd", tokens=large)]
+            cells += [replace(plain, objective="kd", tokens=large)]
+    for g in groups:
+        cells += [Cell("joint", g, fit, wide=r) for r in wide if g % r == 0 for fit in ("merged", "refit")]
+    return cells
+
+
 def chosen_rate(cell: Cell, kind: str, entries: Entries) -> float:
     """The rate of least loss on the tuning part: of this start, at the nearest G that was tuned.
 
-    A start that was not tuned takes the default.
+    Wide heads take the rate of wide heads, if one was tuned. A start that was not tuned takes the default.
     """
     if cell.tunes == kind:
         return cell.rate
@@ -175,7 +227,8 @@ def chosen_rate(cell: Cell, kind: str, entries: Entries) -> float:
     ]
     if not tuned:
         return DEFAULT_RATES[kind]
-    return min(tuned, key=lambda e: (abs(math.log(e["groups"] / cell.groups)), e["loss"]))["rate"]
+    alike = [e for e in tuned if (e.get("wide", 1) > 1) == (cell.wide > 1)] or tuned
+    return min(alike, key=lambda e: (abs(math.log(e["groups"] / cell.groups)), e["loss"]))["rate"]
 
 
 def rates_pending(cell: Cell, cells: Sequence[Cell], entries: Entries, failed: set[str]) -> bool:
@@ -190,6 +243,7 @@ def rates_pending(cell: Cell, cells: Sequence[Cell], entries: Entries, failed: s
     return any(
         other.tunes in kinds
         and other.start == cell.start
+        and (other.wide > 1) == (cell.wide > 1)
         and other.key not in entries
         and other.key not in failed
         for other in cells

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -47,8 +48,8 @@ def cells_of(args: argparse.Namespace) -> list[Cell]:
     """All cells of the ledger."""
     config = load_config_json(args.model)
     heads = config.get("num_key_value_heads") or config["num_attention_heads"]
-    cells = planned(heads, args.groups, tuple(args.tokens), args.seeds, tuple(args.bold))
-    return [cell for cell in cells if args.only in cell.key]
+    cells = planned(heads, args.groups, tuple(args.tokens), args.seeds, tuple(args.bold), args.wide)
+    return [cell for cell in cells if any(re.search(word, cell.key) for word in args.only)]
 
 
 def work(args: argparse.Namespace) -> None:
@@ -104,8 +105,8 @@ def expected(cell: Cell, entries: dict[str, dict[str, Any]]) -> float:
     alike = [
         e["wall_seconds"]
         for e in entries.values()
-        if (e.get("fit", ""), e.get("tokens", 0), bool(e.get("equal_to")))
-        == (cell.fit, cell.tokens, bool(cell.equal_to))
+        if (e.get("fit", ""), e.get("tokens", 0), bool(e.get("equal_to")), e.get("wide", 1))
+        == (cell.fit, cell.tokens, bool(cell.equal_to), cell.wide)
     ]
     return 1.15 * max(alike) if alike else cell.estimate
 
@@ -203,7 +204,8 @@ def parse_args(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--e2e-tokens", type=int, default=E2E_TOKENS)
     add("--fit-steps", type=int, help="of the regression, instead of the fit's own (a try)")
     add("--eval-blocks", type=int, help="score only the first blocks (a try)")
-    add("--only", default="", help="only rows whose key holds this")
+    add("--only", nargs="+", default=[""], help="only rows whose key one of these finds")
+    add("--wide", type=int, nargs="+", default=[], help="R of wide heads to measure beside plain ones")
     add("--device", default="auto")
     add("--poll", type=float, default=2.0, help=argparse.SUPPRESS)
     add("--summary", action="store_true", help="print the ledger and measure nothing")

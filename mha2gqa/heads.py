@@ -378,6 +378,99 @@ def rotary_pair_index(position: str, rotary: int, head_dim: int) -> tuple[list[i
     return first, second, list(range(2 * half, head_dim))
 
 
+def wide_dims(dims: Sequence[int], position: str, rotary: int, head_dim: int, channels: int) -> list[int]:
+    """Where dims of a head lie in a head `channels` times as wide, whose rotary frequencies repeat.
+
+    Channel s of rotary pair j of P is rotary pair `s P + j` there; channel s of the k-th of n dims that are not
+    rotated is the `s n + k`-th of those.
+
+    Args:
+        dims: Dims of the narrow head.
+        position, rotary, head_dim: Of the narrow head, as `rotary_pair_index` takes them.
+        channels: How many times as wide.
+
+    Returns:
+        First dims of pairs, then second ones, then the rest, each channel by channel; `dims` themselves for one
+        channel.
+
+    Example:
+        >>> wide_dims([0, 1, 2, 3], "half_split", 4, 4, 2)
+        [0, 1, 2, 3, 4, 5, 6, 7]
+        >>> wide_dims([0, 2], "half_split", 4, 4, 2)
+        [0, 2, 4, 6]
+    """
+    if channels == 1:
+        return list(dims)
+    narrow = rotary_pair_index(position, rotary, head_dim)
+    wide = rotary_pair_index(position, channels * rotary, channels * head_dim)
+    out = []
+    for before, after in zip(narrow, wide, strict=True):
+        known = {dim: i for i, dim in enumerate(before)}
+        which = [known[dim] for dim in dims if dim in known]
+        out += [after[s * len(before) + i] for s in range(channels) for i in which]
+    return out
+
+
+def widen(
+    weights: AttentionWeights, wide: int, position: str, rotary: int, query_scale: float = 1.0
+) -> AttentionWeights:
+    """The same attention with `wide` neighbouring KV heads as the channels of one that is as much wider.
+
+    A query head reads its own channel and has zeros in the others, so that logits stay what they are once the
+    class's scale is made up for. GQA-G becomes G / wide heads that hold the same cache.
+
+    Args:
+        weights: G KV heads; `wide` divides G.
+        wide: R.
+        position, rotary: Of the narrow heads, as `rotary_pair_index` takes them.
+        query_scale: What queries are multiplied by.
+    """
+    heads, width = weights.num_kv_heads, weights.k.shape[1]
+    place = [wide_dims([dim], position, rotary, width, wide) for dim in range(width)]  # [d][s]
+    rows = [[place[dim][s] for dim in range(width)] for s in range(wide)]
+    values = [list(range(s * weights.v.shape[1], (s + 1) * weights.v.shape[1])) for s in range(wide)]
+
+    def joined(
+        x: Tensor | None, where: Sequence[Sequence[int]]
+    ) -> Tensor | None:  # [K, d, …] -> [K/R, R d, …]
+        if x is None:
+            return None
+        out = x.new_zeros(heads // wide, wide * x.shape[1], *x.shape[2:])
+        for s, dims in enumerate(where):
+            out[:, dims] = x[s::wide]
+        return out
+
+    def spread(x: Tensor | None, where: Sequence[Sequence[int]]) -> Tensor | None:  # [H, d, …] -> [H, R d, …]
+        if x is None:
+            return None
+        out = x.new_zeros(x.shape[0], wide * x.shape[1], *x.shape[2:])
+        for h in range(x.shape[0]):
+            out[h, where[h // (x.shape[0] // heads) % wide]] = x[h]
+        return out
+
+    def scaled(x: Tensor | None) -> Tensor | None:
+        return None if x is None else x * query_scale
+
+    assert not weights.kv_extras, "no architecture with further tensors of KV heads can be widened"
+    q, k, v, o = (
+        scaled(spread(weights.q, rows)),
+        joined(weights.k, rows),
+        joined(weights.v, values),
+        spread(weights.o.transpose(1, 2), values),
+    )
+    assert q is not None and k is not None and v is not None and o is not None
+    return replace(
+        weights,
+        q=q,
+        k=k,
+        v=v,
+        o=o.transpose(1, 2),
+        q_bias=scaled(spread(weights.q_bias, rows)),
+        k_bias=joined(weights.k_bias, rows),
+        v_bias=joined(weights.v_bias, values),
+    )
+
+
 def interleaved_to_half_split(x: Tensor, rotary: int) -> Tensor:
     """Re-order the rotary rows of `[heads, d, …]` from (2j, 2j+1) pairs to (j, j + rotary/2) pairs."""
     order = [*range(0, rotary, 2), *range(1, rotary, 2), *range(rotary, x.shape[1])]

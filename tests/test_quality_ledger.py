@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import _quality_cells as cells
 import quality_floor
 import quality_ledger
+from _quality_cache import round_cache, rounded
 from _quality_ledger import Ledger, read_lines
 from _quality_parts import NAMES, split_parts
 from _quality_scores import scores
@@ -210,3 +211,46 @@ def test_the_summary_gives_gaps_to_the_original_and_to_the_original_continued() 
     ]
     lines = quality_ledger.summary({row["key"]: row for row in rows})
     assert "+0.0100" in lines[3] and "+0.0600" in lines[3]
+
+
+def test_wide_rows_come_with_what_else_has_their_bytes() -> None:
+    plan = cells.planned(16, [4, 2], (2_713_000, 13_565_000), [0], wide=[2, 4])
+    keys = [cell.key for cell in plan]
+    assert len(set(keys)) == len(keys)
+    assert {"joint/G4/wide2/fits/seed0", "joint/G4/wide4/fits/seed0", "joint/G2/wide2/fits/seed0"} <= set(
+        keys
+    )
+    assert "joint/G2/wide4/fits/seed0" not in keys  # 4 does not divide 2
+    assert {"joint/G8/fits/int8-cache/seed0", "joint/G4/fits/kd-2.71M/int8-cache/seed0"} <= set(keys)
+    for cell in plan:
+        assert not cell.waits_for or keys.index(cell.waits_for) < keys.index(cell.key)
+        assert ("wide" in cell.to_dict()) == (cell.wide > 1)
+    assert set(cells.planned(16, [4, 2], (2_713_000, 13_565_000), [0])) < set(plan)
+
+
+def test_wide_heads_take_the_rate_that_was_tuned_for_wide_heads() -> None:
+    def tried(wide: int, rate: float, loss: float) -> dict[str, Any]:
+        cell = cells.Cell("joint", 4, "fits", part="tuning", tunes="fit", rate=rate, wide=wide)
+        return entry(cell, loss=loss)
+
+    plain = [tried(1, 3e-3, 3.1), tried(1, 6e-3, 3.2)]
+    wide = [tried(2, 3e-3, 3.0), tried(2, 6e-3, 2.9)]
+    cell = cells.Cell("joint", 2, "fits", wide=4)
+    assert cells.chosen_rate(cell, "fit", {e["key"]: e for e in plain}) == 3e-3
+    assert cells.chosen_rate(cell, "fit", {e["key"]: e for e in plain + wide}) == 6e-3
+    assert cells.chosen_rate(replace(cell, wide=1), "fit", {e["key"]: e for e in plain + wide}) == 3e-3
+
+
+@torch.no_grad()
+def test_an_8_bit_cache_rounds_what_attention_reads() -> None:
+    x = torch.randn(2, 3, 5, 16)
+    steps = rounded(x) / (x.abs().amax(-1, keepdim=True) / 127)
+    torch.testing.assert_close(steps, steps.round(), rtol=0, atol=1e-3)
+    assert 0 < float((rounded(x) - x).abs().max()) <= float(x.abs().max()) / 254 * 1.001
+    assert torch.equal(rounded(torch.zeros(1, 4)), torch.zeros(1, 4))
+    model = pico_llama()
+    ids = torch.randint(0, 64, (2, 20))
+    exact = model(input_ids=ids).logits
+    round_cache(model)
+    difference = float((model(input_ids=ids).logits - exact).abs().max() / exact.std())
+    assert 0 < difference < 0.2

@@ -15,6 +15,7 @@ from .spec import (
     rotary_dim,
     valid_groups,
 )
+from .wide import check_wide, query_scale, wide_changes
 
 __all__ = [
     "AttentionModule",
@@ -24,6 +25,7 @@ __all__ = [
     "Target",
     "Variant",
     "check_groups",
+    "check_wide",
     "config_changes",
     "find_attention_modules",
     "find_spec",
@@ -32,6 +34,8 @@ __all__ = [
     "list_architectures",
     "lookup",
     "plan_groups",
+    "query_scale",
     "rotary_dim",
     "valid_groups",
+    "wide_changes",
 ]

@@ -128,6 +128,10 @@ class AttentionSpec:
         text_type: Its model type, which supplies the defaults of keys that the config leaves out.
         mqa, gqa: What changes beside the KV-head keys when an MHA source gets G = 1 or G > 1.
         refused_gqa: Why G > 1 is impossible; empty where it is possible.
+        wide: Whether the stock class takes `head_dim` and longrope's factors for each rotary pair from the config,
+            so that KV heads may be fewer and as much wider (`--wide`).
+        scale_key: Config key that fixes the scale of attention logits, whatever the head dim is; empty where that is
+            the square root of the head dim.
         memory: How modules are named in memory, where transformers renames tensors when it loads them.
         note: One line the user should read before converting.
     """
@@ -163,6 +167,8 @@ class AttentionSpec:
     mqa: Target | None = None
     gqa: Target | None = None
     refused_gqa: str = ""
+    wide: bool = False
+    scale_key: str = ""
     memory: AttentionSpec | None = None
     note: str = ""
 
@@ -181,7 +187,13 @@ class AttentionSpec:
         """The spec for a state dict of the live model."""
         if self.memory is None:
             return self
-        return replace(self.memory, config_path=self.config_path, text_type=self.text_type)
+        return replace(
+            self.memory,
+            config_path=self.config_path,
+            text_type=self.text_type,
+            wide=self.wide,
+            scale_key=self.scale_key,
+        )
 
     def target(self, num_heads: int, groups: int) -> Target | None:
         """What changes beside the KV-head keys when this source gets `groups` KV heads."""

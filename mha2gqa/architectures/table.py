@@ -237,6 +237,26 @@ DECODERS: dict[str, AttentionSpec] = {
     ),
 }
 
+# --- wide heads ------------------------------------------------------------------------------------------
+
+# Classes that take head_dim, and longrope's factor for each rotary pair, from the config.
+_WIDE = (
+    "arcee", "aria_text", "cohere", "cohere2", "cohere2_moe", "cwm", "ernie4_5", "ernie4_5_moe", "exaone", "gemma",
+    "glm", "glm4", "glm4_moe", "gpt_oss", "internlm3", "iquestcoder", "jais2", "llama", "ministral", "mistral",
+    "mixtral", "nemotron", "olmo", "phi", "qwen2", "qwen2_moe", "seed_oss", "smollm3", "solar_open", "starcoder2",
+)  # fmt: skip
+_SCALED_BY = {
+    **dict.fromkeys(
+        ("granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoeshared", "hyperclovax"),
+        "attention_multiplier",
+    ),
+    **dict.fromkeys(("gemma2", "vaultgemma"), "query_pre_attn_scalar"),
+}
+DECODERS |= {
+    name: replace(DECODERS[name], wide=True, scale_key=_SCALED_BY.get(name, ""))
+    for name in (*_WIDE, *_SCALED_BY)
+}
+
 # --- what a flag of the config changes -------------------------------------------------------------------
 
 _NOT_SHARED = Rule(  # the values pass a norm without weights

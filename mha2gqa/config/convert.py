@@ -36,11 +36,19 @@ class ConvertConfig(PairConfig):
         flags=("--groups", "--kv-heads"),
         lenient=True,
     )
+    wide: int = option(
+        1,
+        "Wide heads: G/R KV heads that are R times as wide, which hold the cache of G and more of the model. R divides "
+        "G.",
+        WHAT,
+        metavar="R",
+        range=">= 1",
+    )
     method: Method | None = option(
         None,
         "How the heads of a group become one. mean is the GQA paper's recipe.",
         WHAT,
-        unset="joint with calibration text or statistics, else mean",
+        unset="joint with calibration text, statistics or wide heads, else mean",
     )
     calibration: Any = option(
         (),
@@ -145,7 +153,9 @@ class ConvertConfig(PairConfig):
     trust_remote_code: bool = option(False, "Run the model's own code (dangerous).", ADVANCED, where=(CLI,))
 
     def conflicts(self) -> Iterator[OptionError]:
-        """Stages that need text, and an empty list of attention kinds."""
+        """Stages that need text, wide heads of another method, and an empty list of attention kinds."""
+        if self.wide > 1 and self.method not in (None, "joint"):
+            yield OptionError("wide", f"needs the joint optimum, method is {self.method}", "use method joint")
         if not self.attention:
             yield OptionError("attention", "names no kind", "use self, cross or both")
         if not self.has_text:

@@ -24,6 +24,7 @@ class ConvertKeywords(TypedDict, total=False):
     source_prefix: str
     targets: Targets
     beams: int
+    wide: int
     method: Method | None
     calibration: Any
     as_: str

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..arch_conversion import arch_converted_model
 from ..architectures import AttentionModule
+from ..architectures.wide import check_divides
 from ..calibration import (
     Statistics,
     attention_instances,
@@ -283,7 +284,7 @@ def _through(
     force: bool,
 ) -> Calibrated:
     teacher = layers.model
-    live = plan_model(teacher, plan.num_kv_heads[1], plan.method, None, plan.seed, plan.attention)
+    live = plan_model(teacher, plan.groups, plan.method, None, plan.seed, plan.attention, plan.wide)
     attention_instances(teacher, [s.module for s in live.modules])  # a file holds a shared module once
     live = live.regrouped({s.path: _stored_module(plan, s.module).grouping for s in live.modules})
     if isinstance(layers, CheckpointLayers):
@@ -365,7 +366,8 @@ def _work_keys(
     """Everything that decides what a walk makes."""
     return {
         "source": checkpoint_fingerprint(checkpoint.path),
-        "groups": plan.num_kv_heads[1],
+        "groups": plan.groups,
+        "wide": plan.wide,
         "method": plan.method,
         "attention": list(plan.attention),
         "grouping": options.how(plan),
@@ -427,6 +429,7 @@ def convert_model(
     seed: int = 0,
     as_: str = "auto",
     attention: Sequence[str] = ATTENTION,
+    wide: int = 1,
     progress: Progress | None = None,
     stage: Stage | None = None,
 ) -> Any:
@@ -435,7 +438,7 @@ def convert_model(
     Args:
         model: A `transformers` model of a supported architecture.
         groups: KV heads G to reach.
-        method: A key of `MERGERS`; None is `joint` with calibration or statistics, else `mean`.
+        method: A key of `MERGERS`; None is `joint` with calibration, statistics or wide heads, else `mean`.
         calibration: Token blocks `[N, T + 1]` (`data.token_blocks`); for an encoder-decoder keyword tensors
             with N rows each: `input_ids`, `decoder_input_ids`, `labels`.
         statistics: File of saved moments: used if it exists, else written.
@@ -446,6 +449,7 @@ def convert_model(
         seed: For methods that draw numbers, and the order of blocks.
         as_: As `convert` takes it: which architecture the result is written in.
         attention: Kinds of decoder attention to share (`self`, `cross`), of those the model has.
+        wide: R: G / R KV heads that are R times as wide in place of G.
         progress: Whom to report to.
         stage: The older form of `progress`: called with a stage, what is done of it, and how much there is.
 
@@ -458,9 +462,11 @@ def convert_model(
         >>> blocks = token_blocks(tokenizer, read_documents("train.jsonl"), 512)  # doctest: +SKIP
         >>> small = convert_model(model, groups=8, calibration=blocks)  # doctest: +SKIP
     """
-    method = method or ("joint" if calibration is not None or statistics else "mean")
-    model = arch_converted_model(model, groups, as_)
-    plan = plan_model(model, groups, method, groupings, seed, attention)
+    method = method or ("joint" if calibration is not None or statistics or wide > 1 else "mean")
+    if wide > 1:
+        check_divides(groups, wide)
+    model = arch_converted_model(model, groups // max(wide, 1), as_)
+    plan = plan_model(model, groups, method, groupings, seed, attention, wide)
     device = next(model.parameters()).device
     options = CalibrationOptions(
         statistics=statistics,

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Unpack
 
 from .. import distributed
 from ..arch_conversion import ArchConvertedCheckpoint, as_architecture, carry_tokenizer, written
+from ..architectures.wide import check_divides
 from ..checkpoints.atomic import write_text
 from ..checkpoints.hf_config import dtype_bytes, vocabulary_size
 from ..checkpoints.json_files import read_json
@@ -60,7 +61,7 @@ class ConvertResult(Result):
     Args:
         source: Folder or hub id, as given.
         output: The folder written.
-        num_kv_heads: `{"before": K, "after": G}`.
+        num_kv_heads: `{"before": K, "after": G}`; of wide heads as they are stored, G / R.
         method: Merging method used.
         reexpression: `{"source_type": …, "target_type": …}` where the result has another architecture than
             the source; empty where it has the same.
@@ -70,6 +71,9 @@ class ConvertResult(Result):
         warnings: What the user should know.
         calibration: Text, tokens, losses on held-out calibration text, seconds per stage; empty without.
         kv_bytes_per_token: `{"before": …, "after": …}`.
+        groups: G, the number of KV heads of the source's width whose cache the result has.
+        wide: R, how many times as wide the result's KV heads are; 1 for plain ones.
+        head_dim: `{"before": d, "after": R d}`.
     """
 
     command: ClassVar[str] = "convert"
@@ -85,6 +89,9 @@ class ConvertResult(Result):
     warnings: list[str] = field(default_factory=list)
     calibration: dict[str, Any] = field(default_factory=dict)
     kv_bytes_per_token: dict[str, int] = field(default_factory=dict)
+    groups: int = 0
+    wide: int = 1
+    head_dim: dict[str, int] = field(default_factory=dict)
 
 
 @takes_options(ConvertConfig)
@@ -136,15 +143,18 @@ def convert(
     original = open_checkpoint(source, config.revision)
     check_output(original.path, out, config.force)
     sides = find_side_files(original.path, original.config, config.keep)
-    seen = as_architecture(original, groups, config.as_)
+    if config.wide > 1:
+        check_divides(groups, config.wide)
+    seen = as_architecture(original, groups // config.wide, config.as_)
     plan = plan_conversion(
         seen.config,
         seen.shapes,
         groups,
-        method=config.method or ("joint" if texts or config.statistics else "mean"),
+        method=config.method or ("joint" if texts or config.statistics or config.wide > 1 else "mean"),
         groupings=groupings,
         seed=config.seed,
         attention=config.attention,
+        wide=config.wide,
     )
     if config.untie:
         plan = untied(plan, seen.shapes)
@@ -281,6 +291,9 @@ def _result(job: _Job, calibrated: Calibrated, checks: list[Check], odd: Sequenc
         ],
         calibrated.about,
         cache_sizes(plan),
+        plan.groups,
+        plan.wide,
+        {"before": plan.modules[0].geometry.head_dim, "after": plan.modules[0].result.head_dim},
     )
 
 
@@ -298,9 +311,8 @@ def cache_sizes(plan: Plan) -> dict[str, int]:
     each = dtype_bytes(plan.config)
     sizes = {"before": 0, "after": 0}
     for module in plan.modules:
-        values = each * (module.geometry.head_dim + module.geometry.value_dim)
-        sizes["before"] += values * module.geometry.num_kv_heads
-        sizes["after"] += values * len(module.grouping)
+        for when, g in (("before", module.geometry), ("after", module.result)):
+            sizes[when] += each * (g.head_dim + g.value_dim) * g.num_kv_heads
     return sizes
 
 

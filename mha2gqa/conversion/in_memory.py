@@ -74,12 +74,13 @@ def plan_model(
     groupings: Groupings | None,
     seed: int,
     attention: Sequence[str] = ATTENTION,
+    wide: int = 1,
 ) -> Plan:
     """The conversion of a live model: tensor names are those of its state dict."""
     config = json.loads(model.config.to_json_string(use_diff=False))
     shapes = {name: tuple(x.shape) for name, x in model.state_dict().items()}
     spec = find_spec(config).in_memory()
-    return plan_for_spec(spec, config, shapes, groups, method, groupings, seed, attention)
+    return plan_for_spec(spec, config, shapes, groups, method, groupings, seed, attention, wide)
 
 
 def assemble(
@@ -118,6 +119,8 @@ def empty_copy(model: Any, plan: Plan) -> Any:
         chosen, config = type(model), _changed_config(model, plan)
     with torch.device("meta"):
         new = chosen(config)
+    if plan.wide > 1:
+        _rebuild_rotary(new, next(model.buffers()).device)  # parameters may be on the meta device
     buffers = dict(model.named_buffers())  # those that are not saved (RoPE tables) do not depend on K
     for name, buffer in list(new.named_buffers()):
         if buffer.is_meta and name in buffers:
@@ -131,8 +134,22 @@ def empty_copy(model: Any, plan: Plan) -> Any:
     return new.eval()
 
 
+def _rebuild_rotary(model: Any, device: torch.device) -> None:
+    """Give a model on the meta device the rotary tables of its own config; the original's are narrower."""
+    found = [
+        (name, m) for name, m in model.named_modules() if hasattr(m, "inv_freq") and hasattr(m, "config")
+    ]
+    for name, module in found:
+        parent, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, type(module)(module.config).to(device))
+
+
 def _changed_config(model: Any, plan: Plan) -> Any:
     """The config object of the converted model."""
+    if plan.wide > 1:  # rotary keys in both spellings: its class reads them as from a file
+        config = type(model.config).from_dict(copy.deepcopy(plan.config))
+        config._attn_implementation = model.config._attn_implementation
+        return config
     config = copy.deepcopy(model.config)
     if plan.num_kv_heads[0] == plan.num_kv_heads[1]:
         return config

@@ -11,6 +11,7 @@ from ..architectures import (
     AttentionModule,
     AttentionSpec,
     Geometry,
+    check_wide,
     config_changes,
     find_attention_modules,
     find_spec,
@@ -18,6 +19,7 @@ from ..architectures import (
     lookup,
     plan_groups,
     rotary_dim,
+    wide_changes,
 )
 from ..architectures import geometry as module_geometry
 from ..architectures.explain import check_layers, not_found, refuse_latent, refuse_quantised
@@ -34,11 +36,25 @@ Groupings = Mapping[str, heads.Grouping]  # by module path
 
 @dataclass(frozen=True)
 class ModulePlan:
-    """One attention module and what becomes of it."""
+    """One attention module and what becomes of it.
+
+    Args:
+        module: Where it is.
+        geometry: Its heads now.
+        grouping: Which of its KV heads become one.
+        wide: How many times as wide as those the new heads are (R of wide heads).
+    """
 
     module: AttentionModule
     geometry: Geometry
     grouping: tuple[tuple[int, ...], ...]
+    wide: int = 1
+
+    @property
+    def result(self) -> Geometry:
+        """Its heads after the conversion."""
+        g = self.geometry
+        return Geometry(g.num_heads, len(self.grouping), self.wide * g.head_dim, self.wide * g.value_dim)
 
     @property
     def path(self) -> str:
@@ -53,7 +69,8 @@ class ModulePlan:
     @property
     def unchanged(self) -> bool:
         """Whether the module stays as it is."""
-        return len(self.grouping) == self.geometry.num_kv_heads and not self.reordered
+        same = len(self.grouping) == self.geometry.num_kv_heads and not self.reordered
+        return same and self.wide == 1
 
     @property
     def reordered(self) -> bool:
@@ -68,7 +85,7 @@ class Plan:
     Args:
         spec: The architecture.
         modules: Every attention module.
-        num_kv_heads: `(before, after)`.
+        num_kv_heads: `(before, after)`: heads as they are stored; wide ones are fewer than `groups`.
         config: The raw config to write.
         source: The raw config of the source, its KV heads stated.
         method: Merging method.
@@ -77,6 +94,7 @@ class Plan:
         export: The modelling code that must travel with the result; None where transformers has it.
         untied: `(head, embedding)`: name of the output head to store, and of the tensor that it is; None where
             the head is stored as in the source.
+        wide: How many times as wide the new heads are (R of wide heads, 1 for plain ones).
     """
 
     spec: AttentionSpec
@@ -90,6 +108,12 @@ class Plan:
     attention: tuple[str, ...] = ("self",)
     export: Export | None = None
     untied: tuple[str, str] | None = None
+    wide: int = 1
+
+    @property
+    def groups(self) -> int:
+        """G, the number of plain KV heads whose cache the result has."""
+        return self.num_kv_heads[1] * self.wide
 
     def regrouped(self, groupings: Groupings) -> Plan:
         """The same conversion with other heads sharing."""
@@ -147,6 +171,7 @@ def plan_conversion(
     groupings: Groupings | None = None,
     seed: int = 0,
     attention: Sequence[str] = ATTENTION,
+    wide: int = 1,
 ) -> Plan:
     """Decide everything about a conversion from the config and the tensor shapes alone.
 
@@ -158,12 +183,13 @@ def plan_conversion(
         groupings: Which heads share, by module path; neighbours where absent.
         seed: For methods that draw numbers.
         attention: Kinds of decoder attention to share, of those the model has.
+        wide: R: G / R KV heads that are R times as wide, in place of G; 1 for plain ones.
 
     Raises:
         UnsupportedModelError, UsageError, CheckpointError: Before anything is written.
     """
     refuse_quantised(config, shapes)
-    return plan_for_spec(find_spec(config), config, shapes, groups, method, groupings, seed, attention)
+    return plan_for_spec(find_spec(config), config, shapes, groups, method, groupings, seed, attention, wide)
 
 
 def plan_for_spec(
@@ -175,15 +201,19 @@ def plan_for_spec(
     groupings: Groupings | None,
     seed: int,
     attention: Sequence[str] = ATTENTION,
+    wide: int = 1,
 ) -> Plan:
     """`plan_conversion` for a spec that is already known."""
     if method not in MERGERS:
         raise UsageError(f"no method {method!r}", where="--method", fix=f"choose one of {', '.join(MERGERS)}")
     export = find_export(config)
     found = plan_modules(spec, config, shapes)
+    if wide != 1:
+        _check_wide(spec, config, found, groups, wide, method)
+        groups //= wide
     targets = _targets(spec, config, found, groups, attention)
     modules = tuple(
-        ModulePlan(module, geometry, _grouping(module, geometry, target, groupings))
+        ModulePlan(module, geometry, _grouping(module, geometry, target, groupings), wide)
         for (module, geometry), target in zip(found, targets, strict=True)
     )
     check_order(spec, modules)
@@ -191,10 +221,14 @@ def plan_for_spec(
     before = kv_heads_before(spec, config, [s.geometry for s in shared])
     num_heads = shared[0].geometry.num_heads
     changes = config_changes(spec, config, num_heads, groups)
+    if wide > 1:
+        changes |= wide_changes(spec, config, shared[0].geometry, wide)
     if export is not None:  # stock classes ignore the key (Whisper's takes it for another): ours only
         heads_of = {s.module.kind: len(s.grouping) for s in modules}
         changes = {} if groups == before else export_changes(config, heads_of, "lm_head.weight" in shapes)
     notes = _notes(spec, config, num_heads, (before, groups), changes)
+    if wide > 1:
+        notes.append(_wide_note(shared, groups, wide))
     if export is not None and changes:
         notes.append(
             f"transformers has no KV-head count for this type: {export.file} goes with the result, which loads in "
@@ -214,7 +248,39 @@ def plan_for_spec(
     if new != config:
         new = both_spellings(new)
     travels = export if changes else None
-    return Plan(spec, modules, (before, groups), new, source, method, seed, tuple(notes), kinds, travels)
+    numbers = (before, groups)
+    return Plan(spec, modules, numbers, new, source, method, seed, tuple(notes), kinds, travels, wide=wide)
+
+
+def _check_wide(
+    spec: AttentionSpec,
+    config: Mapping[str, Any],
+    found: Sequence[tuple[AttentionModule, Geometry]],
+    groups: int,
+    wide: int,
+    method: str,
+) -> None:
+    """Refuse what cannot have wide heads, before anything is divided."""
+    if isinstance(wide, bool) or not isinstance(wide, int) or wide < 1:
+        raise UsageError(f"{wide!r} is not a whole number above 0", where="--wide", fix="give R, such as 2")
+    if method != "joint":
+        raise UsageError(
+            f"--method {method} makes heads as wide as the source's, wide ones need the joint optimum",
+            where=f"--wide {wide}",
+            fix="use --method joint",
+        )
+    geometries = [geometry for _, geometry in found]
+    plan_groups(spec, config, geometries, groups)
+    check_wide(spec, config, geometries, groups, wide)
+
+
+def _wide_note(modules: Sequence[ModulePlan], groups: int, wide: int) -> str:
+    """What wide heads cost."""
+    heads = f"{groups} KV head{'s' if groups > 1 else ''} of head_dim {modules[0].result.head_dim}"
+    return (
+        f"wide heads: {heads} hold the cache of GQA-{groups * wide}; query and output projections, and the arithmetic "
+        f"of attention, are {wide} times as large (`mha2gqa plan --wide {wide}` says where that pays)"
+    )
 
 
 def check_order(spec: AttentionSpec, modules: Sequence[ModulePlan]) -> None:

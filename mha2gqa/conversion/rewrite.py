@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import heads
-from ..architectures import rotary_dim
+from ..architectures import query_scale, rotary_dim
 from ..errors import CheckpointError
 from ..merging import MERGERS, MergeContext, Merged
 from .plan import ModulePlan, Plan
@@ -33,6 +33,8 @@ def merge_context(
         None if statistics is None else statistics.of(module.module),
         module_seed(plan, module),
         tuple(tensors[role] for role in norms if role in tensors),
+        module.wide,
+        query_scale(plan.spec, module.wide),
     )
 
 
@@ -99,12 +101,16 @@ def module_changes(
     empty = {role: torch.empty(tuple(shapes[name]), device="meta") for role, name in names.items()}
     weights = heads.split(plan.spec, module.geometry, empty)
     # Not by the mean: adding on the meta device loads a second's worth of torch.
-    pooled = MERGERS["first"](weights, module.grouping, MergeContext(plan.spec, 0)).weights
+    shared = heads.neighbours(module.geometry.num_kv_heads, len(module.grouping) * module.wide)
+    grouping = module.grouping if module.wide == 1 else shared
+    pooled = MERGERS["first"](weights, grouping, MergeContext(plan.spec, 0)).weights
+    if module.wide > 1:
+        pooled = heads.widen(pooled, module.wide, plan.spec.position, 0)
     stored = {role: tuple(x.shape) for role, x in heads.unsplit(plan.spec, pooled).items() if role in names}
-    shared = {f"{norm}.{leaf}" for norm in plan.spec.qk_norm for leaf in ("weight", "bias")}
+    norms = {f"{norm}.{leaf}" for norm in plan.spec.qk_norm for leaf in ("weight", "bias")}
     if fitted:  # the gains that all heads share are trained with them
-        stored |= {role: tuple(shapes[name]) for role, name in names.items() if role in shared}
-    lost = [role for role in names if role not in stored and role not in shared]
+        stored |= {role: tuple(shapes[name]) for role, name in names.items() if role in norms}
+    lost = [role for role in names if role not in stored and role not in norms]
     if plan.method in POOLING and not module.reordered and not fitted:
         kv = set(weights.kv_extras)
         moved = {r for r in stored if r.startswith(("k.", "v.", "qkv."))} | {

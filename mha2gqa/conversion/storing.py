@@ -9,7 +9,6 @@ from torch import Tensor
 
 from .. import heads
 from ..architectures import AttentionSpec
-from ..heads import Geometry
 from .plan import ModulePlan, Plan
 from .rewrite import role_template
 
@@ -37,11 +36,9 @@ def as_stored(
         state: The fitted model's tensors by name, at least this module's.
         roles: Role -> name of the module's tensors on disk.
     """
-    g = module.geometry
-    after = Geometry(g.num_heads, len(module.grouping), g.head_dim, g.value_dim)
     names = {role: name for role, name in module.names.items() if name in state}
     own = result_spec(live.spec, live)
-    weights = heads.split(own, after, {role: state[name] for role, name in names.items()})
+    weights = heads.split(own, module.result, {role: state[name] for role, name in names.items()})
     # A class may call what belongs to heads otherwise than the files do; both know it in the same order.
     mine, theirs = (
         [extra.name for extra in described.per_head if extra.name in set(map(role_template, present))]

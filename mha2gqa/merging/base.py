@@ -26,6 +26,8 @@ class MergeContext:
         seed: For methods that draw numbers; differs per module.
         gains: Weights of the per-head norms on q and k, `[d]` each, shared by all heads; empty if the
             module has no such norm, or one without weights.
+        channels: How many times as wide as a source head a shared head is (wide heads; 1 without).
+        query_scale: What queries are multiplied by, so that the class's own scale of logits fits them.
     """
 
     spec: AttentionSpec
@@ -33,6 +35,8 @@ class MergeContext:
     statistics: SecondMoments | None = None
     seed: int = 0
     gains: tuple[Tensor, ...] = ()
+    channels: int = 1
+    query_scale: float = 1.0
 
 
 @dataclass(frozen=True)

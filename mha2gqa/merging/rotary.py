@@ -39,10 +39,15 @@ class _KeyPlanes:
 
 @dataclass(frozen=True)
 class RotaryObjective(_KeyPlanes):
-    """Rotary keys: one complex scalar per head and plane, moved into the queries.
+    """Rotary keys: one complex scalar per head, plane and channel, moved into the queries.
 
-    Minimises Σ_h ω_h E|κ_h x̂ - c_h κ̄ x̂|² in each plane: the top eigenvector of an m x m Gram.
+    Minimises Σ_h ω_h E|κ_h x̂ - Σ_s c_hs κ̄_s x̂|² in each plane: the top eigenvectors of an m x m Gram.
+
+    Args:
+        channels: Functionals that the shared head keeps of each plane.
     """
+
+    channels: int = 1
 
     def pairs(self) -> Tensor:
         diagonal = torch.diagonal(self.gram, dim1=1, dim2=2).real
@@ -53,22 +58,24 @@ class RotaryObjective(_KeyPlanes):
 
     def cost(self, group: Group) -> float:
         spectrum = torch.linalg.eigvalsh(select(self.gram, group))
-        return float(spectrum[:, :-1].clamp_min(0).sum()) / 2
+        return float(spectrum[:, : -self.channels].clamp_min(0).sum()) / 2
 
     def solve(self, group: Group) -> Shared:
         members = list(group)
         planes, root = self.planes[members], self.weights[members].sqrt()  # [m, P, n], [m, P]
         spectrum, vectors = spectra(select(self.gram, group))
-        top = vectors[:, :, -1].T  # [m, P]
+        top = vectors[:, :, -self.channels :].flip(2).permute(1, 2, 0)  # [m, S, P], the strongest first
         # An eigenvector's phase is arbitrary; fixing it keeps results equal across machines.
         first = top.gather(0, top.abs().argmax(0, keepdim=True))
         top = top * (first.conj() / first.abs())
-        shared = torch.einsum("hp,hpn->pn", top.conj() * root, planes)
-        turn = top * torch.where(root > 0, 1 / root.clamp_min(torch.finfo(root.dtype).tiny), 0.0)
-        norm = planes.abs().square().sum(2).mean(0).sqrt()
-        scale = ratio(norm, shared.abs().square().sum(1).sqrt())  # balance, plane by plane
-        cost = spectrum[:, :-1].clamp_min(0).sum() / 2
-        return Shared(_stack_planes(shared * scale[:, None]), turn_matrices(turn / scale), cost)
+        shared = torch.einsum("hsp,hpn->spn", top.conj() * root[:, None], planes)
+        turn = top * torch.where(root > 0, 1 / root.clamp_min(torch.finfo(root.dtype).tiny), 0.0)[:, None]
+        norm = (self.channels * planes.abs().square().sum(2).mean(0)).sqrt()
+        scale = ratio(norm, shared.abs().square().sum(2).sum(0).sqrt())  # balance, plane by plane
+        cost = spectrum[:, : -self.channels].clamp_min(0).sum() / 2
+        return Shared(
+            _stack_planes((shared * scale[:, None]).flatten(0, 1)), turn_matrices(turn / scale), cost
+        )
 
 
 @dataclass(frozen=True)
@@ -131,15 +138,15 @@ class UnitRotaryObjective(_KeyPlanes):
         shared = shared * scale[:, None]  # averaging shrinks; the norm is put back
         if self.single:
             return Shared(shared.real, torch.diag_embed(turn.real), cost)
-        return Shared(_stack_planes(shared), turn_matrices(turn), cost)
+        return Shared(_stack_planes(shared), turn_matrices(turn[:, None]), cost)
 
 
 def turn_matrices(turn: Tensor) -> Tensor:
-    """Multiplication of query planes by conj(turn), complex `[m, P]`, as real `[m, 2P, 2P]` matrices.
+    """Multiplication of query planes by conj(turn), complex `[m, S, P]`, as real `[m, 2 S P, 2P]` matrices.
 
-    Planes are laid out as all real parts, then all imaginary parts.
+    Planes are laid out as all real parts (channel by channel), then all imaginary parts.
     """
-    re, im = torch.diag_embed(turn.real), torch.diag_embed(turn.imag)
+    re, im = (torch.diag_embed(part).flatten(1, 2) for part in (turn.real, turn.imag))
     return torch.cat([torch.cat([re, im], 2), torch.cat([-im, re], 2)], 1)
 
 

@@ -87,7 +87,7 @@ def _value_objective(
         loudness = blocks.square().sum((1, 2)) if symmetries == "full" else blocks.new_ones(heads)
         return OrthogonalObjective(rows, moment, loudness), blocks
     frame, left = torch.linalg.qr(blocks)
-    return LinearObjective(left, rows, moment), frame
+    return LinearObjective(left, rows, moment, channels=context.channels), frame
 
 
 # --- keys ------------------------------------------------------------------------------------------------
@@ -154,7 +154,7 @@ def _key_subspaces(
         rotatable, note = _rotatable(context, first, second, pairs)
         objective: SubspaceObjective
         if symmetries == "full" and _scalable(weights, context):
-            objective = RotaryObjective(pairs, weight, moment)
+            objective = RotaryObjective(pairs, weight, moment, context.channels)
         else:
             objective = UnitRotaryObjective(pairs, weight, moment, rotatable)
         parts.append(KeySubspace([*first, *second], objective))
@@ -180,7 +180,7 @@ def _unrotated_objective(
         if symmetries == "orthogonal":
             return OrthogonalObjective(keys, moment, keys.new_ones(len(keys)))
         left, undo = _root(energy[:, rest][:, :, rest])
-        return LinearObjective(left, keys, moment, undo)
+        return LinearObjective(left, keys, moment, undo, context.channels)
     single = torch.complex(keys, torch.zeros_like(keys))
     omega = energy.diagonal(dim1=1, dim2=2)[:, rest]
     fixed = torch.zeros(len(rest), dtype=torch.bool, device=keys.device)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..heads import AttentionWeights, Grouping, rotary_pair_index
+from ..heads import AttentionWeights, Grouping, rotary_pair_index, wide_dims
 from .covariance import augmented, key_moment, value_moment
 from .full_norm import with_gains
 from .mean import pooled
@@ -39,7 +39,7 @@ def merge(objective: MergeObjective, grouping: Grouping) -> tuple[AttentionWeigh
         shared = _without_constant(objective, shared)
     k, k_bias = _cast(shared, w.k, w.k_bias)
     v, v_bias = _cast(values, w.v, w.v_bias)
-    q, q_bias = _cast(keys.queries, w.q, w.q_bias)
+    q, q_bias = _cast(keys.queries * objective.context.query_scale, w.q, w.q_bias)
     merged = replace(
         pooled(replace(w, q=q, q_bias=q_bias, o=blocks.to(w.o.dtype)), grouping, objective.context, "mean"),
         k=k,
@@ -57,9 +57,9 @@ class _KeySolution(NamedTuple):
     """Shared keys and what their queries absorb.
 
     Args:
-        shared: `[G, d, n]` key functionals.
-        queries: `[H, d, n]` query functionals, in source order.
-        maps: `[K, d, d]`, what a KV head's effective queries were multiplied by.
+        shared: `[G, S d, n]` key functionals.
+        queries: `[H, S d, n]` query functionals, in source order.
+        maps: `[K, S d, d]`, what a KV head's effective queries were multiplied by.
         cost: `[]`, key energy lost.
     """
 
@@ -71,21 +71,25 @@ class _KeySolution(NamedTuple):
 
 def _solve_keys(objective: MergeObjective, grouping: Grouping) -> _KeySolution:
     heads, width = objective.weights.num_kv_heads, objective.queries.shape[1]
-    queries = objective.queries.reshape(heads, -1, *objective.queries.shape[1:]).clone()  # [K, r, d, n]
-    shared = queries.new_empty(len(grouping), width, queries.shape[-1])
-    maps = queries.new_zeros(heads, width, width)
+    position, rotary = objective.context.spec.position, objective.context.rotary
+    channels = objective.context.channels
+    source = objective.queries.reshape(heads, -1, *objective.queries.shape[1:])  # [K, r, d, n]
+    queries = source.repeat(1, 1, channels, 1)
+    shared = queries.new_empty(len(grouping), queries.shape[2], queries.shape[3])
+    maps = queries.new_zeros(heads, queries.shape[2], width)
     cost = queries.new_zeros(())
     for g, group in enumerate(grouping):
         members = torch.as_tensor(list(group), device=queries.device)
         for part in objective.keys:
             solved = part.objective.solve(group)
-            shared[g, part.dims] = solved.rows
+            wide = wide_dims(part.dims, position, rotary, width, channels)
+            shared[g, wide] = solved.rows
             cost += solved.cost
-            moved = solved.maps[:, None] @ queries[members][:, :, part.dims]
-            dims = torch.as_tensor(part.dims, device=queries.device)
+            moved = solved.maps[:, None] @ source[members][:, :, part.dims]
+            dims, rows = (torch.as_tensor(x, device=queries.device) for x in (part.dims, wide))
             for i, h in enumerate(group):
-                queries[h][:, part.dims] = moved[i]
-                maps[h, dims[:, None], dims] = solved.maps[i]
+                queries[h][:, wide] = moved[i]
+                maps[h, rows[:, None], dims] = solved.maps[i]
     if objective.context.spec.key_symmetry == "plane_rotations":  # solved at unit norm: give the norm back
         rows = augmented(objective.weights.k, objective.weights.k_bias)
         energy = head_energy(rows, key_moment(objective.weights, objective.context))
@@ -95,15 +99,16 @@ def _solve_keys(objective: MergeObjective, grouping: Grouping) -> _KeySolution:
 
 
 def _solve_values(objective: MergeObjective, grouping: Grouping) -> tuple[Tensor, Tensor, Tensor]:
-    """Shared value functionals `[G, e, n]`, output blocks `[H, D, e]` in source order, and the cost."""
-    shared, blocks = [], torch.empty_like(objective.frame)
+    """Shared value functionals `[G, S e, n]`, output blocks `[H, D, S e]` in source order, and the cost."""
+    frame = objective.frame
+    shared, blocks = [], frame.new_empty(*frame.shape[:2], frame.shape[2] * objective.context.channels)
     cost = objective.frame.new_zeros(())
     for group in grouping:
         solved = objective.values.solve(group)
         shared.append(solved.rows)
         cost += solved.cost
         blocks[list(group)] = objective.frame[list(group)] @ solved.maps
-    return torch.stack(shared), blocks.reshape(objective.weights.o.shape), cost
+    return torch.stack(shared), blocks.reshape(*objective.weights.o.shape[:2], blocks.shape[2]), cost
 
 
 def _folded_bias(
@@ -126,7 +131,8 @@ def _folded_bias(
 
 def _without_constant(objective: MergeObjective, keys: Tensor) -> Tensor:
     """Keys `[G, d, n]` with the mean of their unrotated dims at zero: softmax does not see it, rounding does."""
-    _, _, rest = rotary_pair_index(objective.context.spec.position, objective.context.rotary, keys.shape[1])
+    context = objective.context
+    _, _, rest = rotary_pair_index(context.spec.position, context.rotary * context.channels, keys.shape[1])
     if objective.context.spec.key_symmetry not in ("planes", "linear") or not rest:
         return keys
     moment = key_moment(objective.weights, objective.context)

@@ -4,12 +4,14 @@ Every problem is about K source heads that are linear functions of the input x̂
 a second-moment matrix of x̂. All work happens on Gram matrices between heads, so that any group's
 optimum and cost follow from a small eigenproblem, without an inverse of a moment.
 
-Letters: K heads, m heads of one group, R dims of a head, n = D + 1 inputs, P planes. Real, float64.
+Letters: K heads, m heads of one group, R dims of a head, n = D + 1 inputs, P planes, S channels (how many times
+as wide as its members a shared head is; 1 but for wide heads). Real, float64.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -27,9 +29,9 @@ class Shared(NamedTuple):
     """The best shared head of a group.
 
     Args:
-        rows: `[R, n]`.
-        maps: `[m, R, R]`, one per member; they act on query rows (`map @ q`) for keys, and on output
-            columns (`frame @ map`) for values.
+        rows: `[S R, n]`; S = 1, more for wide heads.
+        maps: One per member: `[m, S R, R]` for keys, where they act on query rows (`map @ q`), and
+            `[m, R, S R]` for values, where they act on output columns (`frame @ map`).
         cost: `[]`, energy that it cannot express.
     """
 
@@ -101,7 +103,7 @@ class LinearObjective:
     """Heads related by any invertible map: values, and keys that are not rotated.
 
     The error of head h is measured after `left_h`: E|left_h (rows_h x̂ - map_h shared x̂)|². Stacking
-    all members gives a rank-R problem whose optimum is spanned by the top R eigenvectors.
+    all members gives a problem of rank S R whose optimum is spanned by the top S R eigenvectors.
 
     Args:
         left: `[K, R, R]`, T_h of a thin QR of the output blocks, or a square root of E[q qᵀ].
@@ -109,12 +111,14 @@ class LinearObjective:
         moment: `[n, n]`.
         undo: `[K, R, R]` or None. Keys need the inverse of `left` to hand the map to the queries
             (`map = Uᵀ undo`); values hand U itself to the frame Q_h of the QR.
+        channels: S.
     """
 
     left: Tensor
     rows: Tensor
     moment: Tensor
     undo: Tensor | None = None
+    channels: int = 1
     gram: Tensor = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -135,28 +139,30 @@ class LinearObjective:
 
     def cost(self, group: Group) -> float:
         spectrum = torch.linalg.eigvalsh(_block(self.gram, group))
-        return float(spectrum[: -self.gram.shape[1]].clamp_min(0).sum())
+        return float(spectrum[: -self.gram.shape[1] * self.channels].clamp_min(0).sum())
 
     def solve(self, group: Group) -> Shared:
         width = self.gram.shape[1]
+        wide = width * self.channels
         members = list(group)
         spectrum, vectors = spectra(_block(self.gram, group))
-        energy, cost = spectrum[-width:].clamp_min(0), spectrum[:-width].clamp_min(0).sum()
-        top = vectors[:, -width:].reshape(len(members), width, width)  # U_h
+        energy, cost = spectrum[-wide:].clamp_min(0), spectrum[:-wide].clamp_min(0).sum()
+        top = vectors[:, -wide:].reshape(len(members), width, wide)  # U_h
         shared = torch.einsum("hij,hin->jn", top, self.left[members] @ self.rows[members])
         rows = self.rows[members]
         # An optimiser that continues from here is not invariant to basis and scale. Values are fitted best
         # where strong and weak directions stay apart, energy on their side, and as strong as members were.
         if self.undo is None:
-            scale = ratio(_weights_norm(rows), shared.norm())
+            scale = ratio(_weights_norm(rows) * math.sqrt(self.channels), shared.norm())
             return Shared(shared * scale, top / scale, cost)
         # Keys: each direction's energy is spread evenly (as a logarithm) over both sides. Unbalanced, some
-        # keys would be 1e-5 and queries 1e5 strong. All is turned to where the first member had it.
+        # keys would be 1e-5 and queries 1e5 strong. All is turned to where the first member (of S: the first S)
+        # had it.
         spread = ratio(torch.ones_like(energy), (energy + 1e-8 * energy.mean()).pow(0.25))
         member = ((rows @ self.moment) * rows).sum() / len(members)
-        spread = spread * ratio(member, (spread.square() * energy).sum()).sqrt()
+        spread = spread * ratio(self.channels * member, (spread.square() * energy).sum()).sqrt()
         shared, top = shared * spread[:, None], top / spread
-        turn = _polar(rows[0] @ shared.mT)
+        turn = _polar(rows[: self.channels].flatten(0, 1) @ shared.mT)
         return Shared(turn @ shared, (top @ turn.mT).mT @ self.undo[members], cost)
 
 

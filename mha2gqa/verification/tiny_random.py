@@ -22,6 +22,7 @@ from ..checkpoints.loading import quiet
 from ..errors import Mha2gqaError
 from ..merging import MERGERS, MergeContext
 from ..modeling import exported_class, find_export
+from .wide import cut_factors, frequency_difference, wide_difference, wideness, width
 
 _WIDTH, _LAYERS, _VOCAB = 8, 2, 96
 _SMALL = {
@@ -82,6 +83,8 @@ def twin_config(spec: AttentionSpec, config: Mapping[str, Any]) -> dict[str, Any
     text = json.loads(json.dumps(spec.text_config(config)))
     encoder_decoder = is_encoder_decoder(text)
     num_heads, layers = lookup(text, spec.heads_key), text.get(spec.layers_key)
+    if (own := width(replace(spec, config_path=()), text)) > 0:
+        cut_factors(text, own, _WIDTH)
     text |= {key: value for key, value in _SMALL.items() if key in text}
     text |= dict.fromkeys([k for k in _WIDTHS if k in text] or _WIDTHS[:1], num_heads * _WIDTH)
     for key in {spec.head_dim_key, *(v.head_dim_key for v in spec.variants)} & text.keys():
@@ -114,6 +117,9 @@ def check_tiny_random(config: Mapping[str, Any], source: Mapping[str, Any] | Non
     cls, wide_cls = model_class(config), _stock_class(config, source)
     if cls is None or wide_cls is None:
         return Check(name, None, "not checked: no stock class of the installed transformers")
+    spec = find_spec(config)
+    if (wide := wideness(spec, config, source)) > 1:
+        return _check_wide(cls, config, source, wide)
     try:
         # Eager for exported code: stock umT5 of transformers 5.17 looks ahead under SDPA.
         attention = None if exported_class(config) is None else "eager"
@@ -128,6 +134,34 @@ def check_tiny_random(config: Mapping[str, Any], source: Mapping[str, Any] | Non
         return _oracles(few, many, inputs)
     except Mha2gqaError as error:
         return Check(name, False, str(error))
+
+
+def _check_wide(cls: Any, config: Mapping[str, Any], source: Mapping[str, Any], wide: int) -> Check:
+    """`check_tiny_random` where the result's heads are wider than the source's."""
+    name, spec = "twin oracles", find_spec(config)
+    groups = wide * lookup(spec.text_config(config), spec.kv_heads_keys[0])
+    turned = frequency_difference(spec, config, source, wide)
+    if turned > 1e-5:
+        return Check(name, False, f"rotary frequencies differ from the source's by {turned:.1e}")
+    inside = bool(spec.config_path)
+    own = replace(spec.in_memory(), config_path=())
+    try:
+        difference = wide_difference(
+            own,
+            twin_config(spec, source),
+            groups,
+            wide,
+            lambda raw: build_twin(cls, raw, None, inside),
+            lambda model: _run(model, _inputs(config)),
+        )
+    except _unbuildable() as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        return Check(name, None, f"not checked: no small twin of {cls.__name__} can be run ({reason})")
+    return Check(
+        name,
+        difference <= 1e-4,
+        f"GQA-{groups} and its wide form of {groups // wide} x {wide} differ by {difference:.1e} of their spread",
+    )
 
 
 def check_arch_conversion(source: Mapping[str, Any], found: ArchConversion) -> Check:

@@ -79,6 +79,18 @@ def check_divides(groups: int, wide: int) -> None:
     raise UsageError(what, where=f"{WHERE} {wide}", fix=fix)
 
 
+def stored_heads(groups: Any, wide: int) -> Any:
+    """KV heads that a result stores; `groups` itself where it is no number of heads, which is refused later.
+
+    Raises:
+        UsageError: R does not divide G.
+    """
+    if wide == 1 or not isinstance(groups, int) or groups < 1:
+        return groups
+    check_divides(groups, wide)
+    return groups // wide
+
+
 def refusal(spec: AttentionSpec, config: Mapping[str, Any]) -> str:
     """Why an architecture has no wide form; empty where it has."""
     if spec.qk_norm or spec.key_symmetry == "plane_rotations":

@@ -36,14 +36,6 @@ class ConvertConfig(PairConfig):
         flags=("--groups", "--kv-heads"),
         lenient=True,
     )
-    wide: int = option(
-        1,
-        "Wide heads: G/R KV heads that are R times as wide, which hold the cache of G and more of the model. R divides "
-        "G.",
-        WHAT,
-        metavar="R",
-        range=">= 1",
-    )
     method: Method | None = option(
         None,
         "How the heads of a group become one. mean is the GQA paper's recipe.",
@@ -59,6 +51,14 @@ class ConvertConfig(PairConfig):
         form=tuple[str, ...],
         verbatim=True,
         unset="none, which uses the weights only",
+    )
+    wide: int = option(
+        1,
+        "Wide heads: G/R KV heads that are R times as wide, which hold the cache of G and more of the model. R divides "
+        "G.",
+        WHAT,
+        metavar="R",
+        range=">= 1",
     )
     as_: str = option(
         "auto",

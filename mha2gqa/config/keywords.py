@@ -24,9 +24,9 @@ class ConvertKeywords(TypedDict, total=False):
     source_prefix: str
     targets: Targets
     beams: int
-    wide: int
     method: Method | None
     calibration: Any
+    wide: int
     as_: str
     untie: bool
     attention: tuple[Attention, ...]

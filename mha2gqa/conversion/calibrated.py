@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..arch_conversion import arch_converted_model
 from ..architectures import AttentionModule
-from ..architectures.wide import check_divides
+from ..architectures.wide import stored_heads
 from ..calibration import (
     Statistics,
     attention_instances,
@@ -463,9 +463,7 @@ def convert_model(
         >>> small = convert_model(model, groups=8, calibration=blocks)  # doctest: +SKIP
     """
     method = method or ("joint" if calibration is not None or statistics or wide > 1 else "mean")
-    if wide > 1:
-        check_divides(groups, wide)
-    model = arch_converted_model(model, groups // max(wide, 1), as_)
+    model = arch_converted_model(model, stored_heads(groups, wide), as_)
     plan = plan_model(model, groups, method, groupings, seed, attention, wide)
     device = next(model.parameters()).device
     options = CalibrationOptions(

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Unpack
 
 from .. import distributed
 from ..arch_conversion import ArchConvertedCheckpoint, as_architecture, carry_tokenizer, written
-from ..architectures.wide import check_divides
+from ..architectures.wide import stored_heads
 from ..checkpoints.atomic import write_text
 from ..checkpoints.hf_config import dtype_bytes, vocabulary_size
 from ..checkpoints.json_files import read_json
@@ -143,9 +143,7 @@ def convert(
     original = open_checkpoint(source, config.revision)
     check_output(original.path, out, config.force)
     sides = find_side_files(original.path, original.config, config.keep)
-    if config.wide > 1:
-        check_divides(groups, config.wide)
-    seen = as_architecture(original, groups // config.wide, config.as_)
+    seen = as_architecture(original, stored_heads(groups, config.wide), config.as_)
     plan = plan_conversion(
         seen.config,
         seen.shapes,

@@ -11,6 +11,7 @@ import torch
 from architecture_proofs import make_every_weight_matter
 from conftest import pico_llama
 from pico_models import HEADS, model_class, pico_config, pico_inputs
+from safetensors.torch import load_file
 
 import mha2gqa
 from mha2gqa.architectures import (
@@ -25,6 +26,7 @@ from mha2gqa.architectures import (
 from mha2gqa.architectures import geometry as geometry_of
 from mha2gqa.architectures.registry import SUPPORTED
 from mha2gqa.checkpoints.reader import edit_config
+from mha2gqa.commands.estimate import plan
 from mha2gqa.errors import UnsupportedModelError, UsageError
 from mha2gqa.heads import split, unsplit, widen
 from mha2gqa.reconstruct import ReconstructConfig
@@ -230,3 +232,49 @@ def test_a_wrong_rotary_factor_fails_the_check(pico: Path, tmp_path: Path) -> No
         rope["short_factor"][-1] *= 1.01
     broken = check_tiny_random(config, source)
     assert broken.ok is False and "rotary frequencies differ" in broken.detail
+
+
+LLAMA_2 = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32, "max_position_embeddings": 4096,
+    "vocab_size": 32000, "torch_dtype": "bfloat16", "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def test_plan_says_where_wide_heads_pay(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_2))
+    found = plan(tmp_path, groups=8, wide=2)
+    wide, attention = found.wide, 32 * 4096 * 4096
+    assert (wide["wide"], wide["num_kv_heads"], wide["head_dim"]) == (2, 4, 256)
+    assert found.num_kv_heads == {"before": 32, "after": 4} and found.groups == 8
+    # W_Q and W_O are doubled; keys and values stay
+    assert wide["parameters"]["wide"] - wide["parameters"]["plain"] == 2 * attention
+    assert wide["parameters"]["double"] - wide["parameters"]["plain"] == attention // 2
+    assert found.parameters["after"] == wide["parameters"]["wide"]
+    assert found.kv_bytes_per_token["after"] == 131_072
+    # at n cached tokens: 2 bytes of 1.5 x 2^29 more weights against 131,072 fewer bytes a token
+    assert wide["pays_above_cached_tokens"] == 2 * 3 * attention // 2 // 131_072 == 12_288
+    step = next(s for s in wide["steps"] if (s["batch"], s["context"]) == (8, 8192))
+    assert step["wide_bytes"] == 2 * wide["parameters"]["wide"] + 131_072 * 65_536
+    assert step["double_bytes"] == 2 * wide["parameters"]["double"] + 262_144 * 65_536
+    flops = wide["attention_flops_per_cached_token"]
+    assert flops == {"wide": 2 * flops["plain"], "plain": 4 * 32 * 4096, "double": flops["plain"]}
+    assert "--groups 8 --wide 2 " in found.recommended
+    assert plan(tmp_path, groups=8).wide == {}
+
+
+@pytest.mark.parametrize(("tp", "times"), [(4, None), (8, "2 times"), (16, "2 times")])
+def test_plan_says_when_ranks_are_more_than_wide_heads(tmp_path: Path, tp: int, times: str | None) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_2))
+    told = [w for w in plan(tmp_path, groups=8, wide=2, tp=tp).warnings if "--tp" in w]
+    assert len(told) == (times is not None)
+    assert times is None or (times in told[0] and "wide KV heads" in told[0])
+
+
+def test_plan_refuses_as_convert_does_and_counts_what_it_writes(pico: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="does not divide --groups 4"):
+        plan(pico, groups=4, wide=3)
+    found, made = plan(pico, groups=4, wide=2), mha2gqa.convert(pico, tmp_path / "out", 4, wide=2)
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    assert found.bytes["after"] == sum(x.nbytes for x in tensors.values())
+    assert found.kv_bytes_per_token == made.kv_bytes_per_token

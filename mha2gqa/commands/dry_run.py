@@ -43,6 +43,7 @@ def rehearse(recipe: Recipe) -> tuple[list[dict[str, Any]], list[str]]:
         found = plan(
             source,
             groups=groups,
+            wide=recipe.convert.wide or 1,
             as_=recipe.convert.as_ or "auto",
             batch=recipe.report.batch,
             context=context,
@@ -83,7 +84,8 @@ def _alphas(recipe: Recipe) -> tuple[float | None, ...]:
 
 def _convert_detail(recipe: Recipe, found: PlanResult) -> str:
     heads, kv = found.num_kv_heads, found.kv_bytes_per_token
-    method: str = recipe.convert.method or ("joint" if recipe.convert.calibration else "mean")
+    wide = (recipe.convert.wide or 1) > 1
+    method: str = recipe.convert.method or ("joint" if recipe.convert.calibration or wide else "mean")
     if recipe.sweep and recipe.sweep.methods:
         method = ", ".join(recipe.sweep.methods)
     ratio = kv["before"] / kv["after"] if kv["after"] else 1.0

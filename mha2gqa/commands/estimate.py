@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from ..architectures import AttentionSpec, Geometry, find_spec, valid_groups
+from ..architectures.wide import stored_heads
 from ..checkpoints.hf_config import is_encoder_decoder, longest_context, text_config
 from ..config import PlanConfig
 from ..conversion.plan import Plan, plan_conversion, plan_modules
@@ -26,6 +27,7 @@ from ..modeling import PREFIX
 from ..results import Result
 from .calibration_price import calibration_price
 from .describe import Description, describe
+from .estimate_wide import Form, wide_figures, wide_parallel_warnings
 
 # Bytes for each trained parameter: float32 weight and gradient, two AdamW moments.
 TRAINED_BYTES, FROZEN_BYTES = 16, 2
@@ -66,6 +68,7 @@ class PlanResult(Result):
         exact: False where shapes come from the config and not from the files.
         warnings: What to know before converting.
         recommended: A command to copy.
+        wide: What wide heads cost and where they pay (see `wide_figures`); empty without.
     """
 
     command: ClassVar[str] = "plan"
@@ -92,12 +95,14 @@ class PlanResult(Result):
     exact: bool
     warnings: list[str] = field(default_factory=list)
     recommended: str = ""
+    wide: dict[str, Any] = field(default_factory=dict)
 
 
 def plan(
     source: str | Path,
     *,
     groups: int | None = None,
+    wide: int = 1,
     as_: str = "auto",
     tp: int = 1,
     batch: int = 1,
@@ -113,6 +118,7 @@ def plan(
     Args:
         source: Checkpoint folder, folder with only a config, config file, or hub id.
         groups: KV heads G; by default a quarter of the current number.
+        wide: R of wide heads: G / R KV heads that are R times as wide, with the cache of G.
         as_: As `convert` has it: which architecture the result is written in.
         tp: Tensor-parallel ranks the result will be served on.
         batch, context: Sequences and tokens of the decoding situation; context defaults to the model's.
@@ -136,13 +142,15 @@ def plan(
     before, num_heads = max(g.num_kv_heads for g in geometries), geometries[0].num_heads
     possible = valid_groups(before, spec)
     wanted = suggested(possible, before, tp) if groups is None else groups
-    model = described.reexpressed(wanted, as_)
-    chosen = plan_conversion(model.config, model.shapes, wanted)
+    model = described.reexpressed(stored_heads(wanted, wide), as_)
+    chosen = _planned(model, wanted, wide)
     reach, usual = _reach(described.config)
     context = context or reach or usual
     price = _calibration(model, chosen, gpu_memory, gpus, calibration_tokens)
     options = [_option(described.reexpressed(g, as_), g, batch, context, gpu_memory) for g in possible]
     now, then = (next(o for o in options if o["groups"] == g) for g in (before, wanted))
+    if wide > 1:
+        then = _option(model, wanted, batch, context, gpu_memory, wide)
     return PlanResult(
         source=str(source),
         model_type=str(described.config["model_type"]),
@@ -152,7 +160,7 @@ def plan(
         groups=wanted,
         layers=sum(not module.unchanged for module in chosen.modules),
         num_heads=num_heads,
-        num_kv_heads={"before": before, "after": wanted},
+        num_kv_heads={"before": before, "after": wanted // wide},
         head_dim=geometries[0].head_dim,
         valid_groups=possible,
         bytes={"before": now["bytes"], "after": then["bytes"]},
@@ -169,11 +177,37 @@ def plan(
             *chosen.warnings,
             *_beyond(context, reach),
             *_too_large(price, gpu_memory),
-            *parallel_warnings(wanted, num_heads, tp),
+            *(wide_parallel_warnings(wanted, wide, tp) or parallel_warnings(wanted // wide, num_heads, tp)),
         ],
         recommended=f"mha2gqa convert {source} {Path(str(source)).name}-gqa{wanted} --groups {wanted} "
+        f"{f'--wide {wide} ' if wide > 1 else ''}"
         f"{_merging(described.config)}{'' if as_ == 'auto' else f' --as {as_}'}",
+        wide=_wide(described, wanted, wide, as_) if wide > 1 else {},
     )
+
+
+def _planned(model: Description, groups: int, wide: int = 1) -> Plan:
+    """The conversion of a model to G plain or wide KV heads."""
+    if wide == 1:
+        return plan_conversion(model.config, model.shapes, groups)
+    return plan_conversion(model.config, model.shapes, groups, method="joint", wide=wide)
+
+
+def _wide(described: Description, groups: int, wide: int, as_: str) -> dict[str, Any]:
+    """Wide heads beside GQA-G, and GQA-2G where the source has as many."""
+
+    def form(heads: int, r: int = 1) -> Form:
+        model = described.reexpressed(heads // r, as_)
+        decided = _planned(model, heads, r)
+        shapes = changed_shapes(model, decided)
+        sizes = {name: model.nbytes(name, shape) for name, shape in shapes.items()}
+        return Form(decided, sizes, sum(math.prod(shape) for shape in shapes.values()))
+
+    forms = {"wide": form(groups, wide), "plain": form(groups)}
+    before = max(g.num_kv_heads for g in _attention(described.reexpressed(None, as_))[1])
+    if 2 * groups <= before and before % (2 * groups) == 0:
+        forms["double"] = form(2 * groups)
+    return wide_figures(forms)
 
 
 def _reach(config: Mapping[str, Any]) -> tuple[int | None, int]:
@@ -235,8 +269,10 @@ def changed_shapes(model: Description, decided: Plan) -> dict[str, tuple[int, ..
     return shapes
 
 
-def _option(model: Description, groups: int, batch: int, context: int, gpu_memory: float) -> dict[str, Any]:
-    decided = plan_conversion(model.config, model.shapes, groups)
+def _option(
+    model: Description, groups: int, batch: int, context: int, gpu_memory: float, wide: int = 1
+) -> dict[str, Any]:
+    decided = _planned(model, groups, wide)
     shapes = changed_shapes(model, decided)
     stored = {name: model.nbytes(name, shape) for name, shape in shapes.items()}
     nbytes = sum(stored.values())
@@ -245,7 +281,7 @@ def _option(model: Description, groups: int, batch: int, context: int, gpu_memor
     return {
         "groups": groups,
         "model_type": config["model_type"],
-        "group_size": decided.num_kv_heads[0] // groups,
+        "group_size": decided.num_kv_heads[0] // decided.num_kv_heads[1],
         "bytes": nbytes,
         "parameters": sum(math.prod(shape) for shape in shapes.values()),
         "kv_bytes_per_token": kv_bytes_per_token(config),

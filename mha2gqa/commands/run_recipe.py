@@ -291,7 +291,8 @@ def command() -> str:
 def _convert_detail(result: Mapping[str, Any]) -> str:
     heads, types = result["num_kv_heads"], result.get("reexpression")
     kinds = f"{becomes(types['source_type'], types['target_type'])}, " if types else ""
-    return f"{kinds}{heads['before']} KV heads -> {heads['after']}, method {result['method']}"
+    wide = f" {result['wide']} times as wide" if result.get("wide", 1) > 1 else ""
+    return f"{kinds}{heads['before']} KV heads -> {heads['after']}{wide}, method {result['method']}"
 
 
 def _evaluate_detail(result: Mapping[str, Any]) -> str:

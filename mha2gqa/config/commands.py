@@ -30,6 +30,14 @@ class PlanConfig(Config):
         lenient=True,
         unset="a quarter of the present number",
     )
+    wide: int = option(
+        1,
+        "Wide heads, as convert has them: what they cost and where they pay beside plain ones.",
+        WHAT,
+        metavar="R",
+        where=(CLI,),
+        range=">= 1",
+    )
     as_: str = option(
         "auto",
         "Model type to write the result as; none keeps the source's.",

@@ -64,6 +64,7 @@ def _plan(data: Data) -> Iterable[Block]:
         f"{_change(decode['step_bytes'])}; at {box_size(decode['bandwidth'])}/s at most "
         f"{_change(decode['tokens_per_second_ceiling'], human_count)} tokens/s."
     )
+    yield from _wide_heads(data)
     yield Line(
         f"Sequences that fit {box_size(decode['gpu_memory'])} beside the weights, a tenth kept free: "
         f"{_change(decode['max_batch'], str)}."
@@ -96,6 +97,37 @@ def _calibration_lines(price: Data) -> Iterable[Block]:
         f"caches), {human_bytes(price['host_bytes'])} of host memory or disk, {human_bytes(price['disk_bytes'])} of disk "
         "to go on after an interruption."
     )
+
+
+def _wide_heads(data: Data) -> Iterable[Block]:
+    """What wide heads cost, and a decode step beside those of plain ones."""
+    if not (wide := data.get("wide")):
+        return
+    groups, weights = data["groups"], wide["weight_bytes"]
+    yield Line(
+        f"Wide heads: {wide['num_kv_heads']} x {wide['head_dim']} with the cache of GQA-{groups}. Weights "
+        f"{human_bytes(weights['wide'])}, of GQA-{groups} {human_bytes(weights['plain'])}; arithmetic of attention "
+        f"{wide['wide']} times. A decode step moves, against GQA-{groups}"
+        + (f" and GQA-{2 * groups}:" if "double" in weights else ":")
+    )
+    columns: list[Column] = [("batch", ">"), ("context", ">"), ("bytes", ">"), (f"to GQA-{groups}", ">")]
+    columns += [(f"to GQA-{2 * groups}", ">")] if "double" in weights else []
+    others = ["plain", *(["double"] if "double" in weights else [])]
+    rows = [
+        [
+            str(step["batch"]),
+            f"{step['context']:,}",
+            human_bytes(step["wide_bytes"]),
+            *(f"{step['wide_bytes'] / step[f'{other}_bytes'] - 1:+.0%}" for other in others),
+        ]
+        for step in wide["steps"]
+    ]
+    yield Table(columns, rows)
+    if (least := wide["pays_above_cached_tokens"]) is not None:
+        yield Line(
+            f"Beyond {least:,} cached tokens over the batch a step moves less than with GQA-{2 * groups}."
+        )
+    yield BLANK
 
 
 def _result_type(data: Data) -> str:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import pico_llama, word_tokenizer
 
+from mha2gqa import convert
 from mha2gqa.assets import tiny_model_path
 from mha2gqa.calibration import generate
 from mha2gqa.calibration.generate import generate_text
@@ -74,3 +75,25 @@ def test_what_cannot_be_sampled_is_refused_before_a_model_is_loaded(
 
 class _NoStart:
     bos_token_id = eos_token_id = None
+
+
+def test_a_conversion_calibrates_on_what_its_original_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    pico_llama().save_pretrained(tmp_path / "mha")
+    word_tokenizer(tmp_path / "mha", bos=True)
+    words = {"calibration_tokens": 600, "calibration_window": 16, "device": "cpu", "fit": {"steps": 2}}
+    first = convert(tmp_path / "mha", tmp_path / "out", 2, calibration="generate", **words)
+    file = tmp_path / "out.generated.jsonl"
+    assert first.method == "joint" and first.calibration["texts"] == [str(file)] and file.exists()
+    monkeypatch.setattr(generate, "load_model", lambda *_, **__: pytest.fail("sampled again"))
+    again = convert(tmp_path / "mha", tmp_path / "out", 2, calibration=["generate"], force=True, **words)
+    assert again.calibration["losses"] == first.calibration["losses"]
+
+
+def test_generate_stands_alone_and_a_file_of_that_name_is_a_file(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="generate stands alone"):
+        convert(tmp_path, tmp_path / "out", 2, calibration=["a.jsonl", "generate"])
+    with pytest.raises(UsageError, match="generate stands alone"):
+        convert(tmp_path, tmp_path / "out", 2, calibration=["generate", "a.jsonl"])

@@ -10,6 +10,7 @@ from ..checkpoints.hf_config import is_encoder_decoder, longest_context
 from ..config import Recipe, ReportConfig
 from ..config.option import declared
 from ..config.pair_options import PairConfig
+from ..conversion.options import GENERATE
 from ..data import PairOptions, read_documents
 from ..data.seq2seq import is_audio
 from ..errors import UsageError
@@ -50,7 +51,7 @@ def rehearse(recipe: Recipe) -> tuple[list[dict[str, Any]], list[str]]:
         )
         notices += found.warnings
         stages.append(_planned("convert", _convert_detail(recipe, found)))
-    texts = [*recipe.convert.calibration, *recipe.evaluate.data]
+    texts = [*(x for x in recipe.convert.calibration if x != GENERATE), *recipe.evaluate.data]
     stages.append(_planned("evaluate", _evaluate_detail(recipe, config)))
     if recipe.uptrain is not None:
         texts += [*recipe.uptrain.data, *recipe.uptrain.eval_data]

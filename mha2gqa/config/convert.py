@@ -45,7 +45,7 @@ class ConvertConfig(PairConfig):
     calibration: Any = option(
         (),
         "Text to calibrate on, or pairs for an encoder-decoder: file, folder, glob or NAME[:CONFIG[:SPLIT]] of the "
-        "Hub. Repeatable.",
+        "Hub. Repeatable. generate: the model samples the text itself.",
         WHAT,
         metavar="DATA",
         form=tuple[str, ...],
@@ -158,6 +158,11 @@ class ConvertConfig(PairConfig):
             yield OptionError("wide", f"needs the joint optimum, method is {self.method}", "use method joint")
         if not self.attention:
             yield OptionError("attention", "names no kind", "use self, cross or both")
+        texts = self.calibration if isinstance(self.calibration, list | tuple) else ()
+        if len(texts) > 1 and "generate" in texts:
+            yield OptionError(
+                "calibration", "generate stands alone", "give generate, or files, or ./generate for a file"
+            )
         if not self.has_text:
             for name in ("refit", "reconstruct"):
                 if getattr(self, name):

@@ -43,6 +43,7 @@ from ..verification.background import Checker
 from ..verification.checks import failed
 from ..verification.tiny_random import Check, check_arch_conversion
 from . import Calibrated, CalibrationOptions, Stage, calibrate, convert_model
+from .generated import with_generated
 from .in_memory import convert_state_dict
 from .plan import Groupings, Plan, plan_conversion
 from .rewrite import ModuleConverter
@@ -162,6 +163,7 @@ def convert(
     consent = config.trust_remote_code
     opened = written(seen, out, consent) if texts else nullcontext(seen)
     with reporting(_listener(progress, stage)), opened as checkpoint:
+        calibration = with_generated(checkpoint, calibration, out)
         calibrated = calibrate(checkpoint, plan, calibration, out, config.force)
         job = _Job(str(source), original, seen, sides, out, config.force, consent, config.keep)
         try:

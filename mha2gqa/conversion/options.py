@@ -11,6 +11,7 @@ from ..data import PairOptions, TextSource
 from ..progress import current
 from .plan import Plan
 
+GENERATE = "generate"  # instead of a path: the original samples the text
 CALIBRATED = ("joint", "align")  # methods that know which heads fit together, and use moments
 WINDOW = ConvertConfig.calibration_window
 Stage = Callable[[str, int, int], None]

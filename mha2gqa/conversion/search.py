@@ -50,7 +50,7 @@ def grouped(
         counts = {s.path: (s.geometry.num_kv_heads, len(s.grouping)) for s in plan.modules}
         return plan.regrouped(read_groupings(how, counts)), {}
     groupings, facts = _searched(
-        plan, read, statistics, options, plan.modules if modules is None else modules
+        plan, read, statistics, options, plan.modules if modules is None else modules, modules is None
     )
     return plan.regrouped(groupings), facts
 
@@ -61,6 +61,7 @@ def _searched(
     statistics: Statistics | None,
     options: CalibrationOptions,
     modules: Sequence[ModulePlan],
+    report: bool,
 ) -> tuple[Groupings, Facts]:
     """The best groupings found: one for each module, or one for all where heads may only move together."""
     found: dict[str, heads.Grouping] = {s.path: s.grouping for s in plan.modules}
@@ -87,7 +88,7 @@ def _searched(
         for members in together.values():
             begin(members)
         for done, job in enumerate(jobs):
-            if not few:
+            if report:
                 options.say("grouping", done, len(jobs))
             best, errors = job()
             for path, error in errors.items():

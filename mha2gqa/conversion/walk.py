@@ -166,7 +166,7 @@ class Walk:
                     self._visit(number, block)
                 except torch.OutOfMemoryError as error:
                     raise self._too_large(block) from error
-                shown.advance(number + 1, self._note())
+                shown.advance(max(number + 1, done), self._note())
             with self.clock("losses"):
                 losses = self._losses()
         return self._result(losses)

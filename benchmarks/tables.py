@@ -16,6 +16,7 @@ from typing import Any
 import _ledger
 from _loss_tables import OBJECTIVES, ce_weight, cost, quality, sweep
 from _markdown import markdown, measured_on
+from _real import real
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -275,6 +276,7 @@ RENDERERS: dict[str, Sequence[Callable[[Mapping[str, Any]], str]]] = {
     "benchmarks/decode_speed.py": (decode_speed,),
     "benchmarks/evaluate_speed.py": (evaluate_speed,),
     "benchmarks/paper_groups.py": (sweep,),
+    "benchmarks/real/suite.py": (real,),
     "mha2gqa sweep": (sweep,),
     "mha2gqa convert": (walk_quality,),
 }

@@ -1,11 +1,12 @@
 """The documentation is true: blocks run, options and files exist, figures are those of the results, links lead somewhere.
 
 Blocks of `sh` and `python` run in order, page by page, in a folder that holds a small `MODEL`, `TEXT.jsonl` and
-`HELDOUT.jsonl`. A block below `<!-- not run: why -->` is only parsed.
+`HELDOUT.jsonl`, for speech a `WHISPER` with `RECORDINGS`, for translation a `TRANSLATOR` with `PAIRS.jsonl`. A block below `<!-- not run: why -->` is only parsed.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
@@ -18,6 +19,7 @@ import click
 import pytest
 import yaml
 from conftest import pico_llama, word_tokenizer
+from seq2seq_models import audio_folder, saved, saved_whisper
 from test_layout import LAYERS, PACKAGE
 from training import write_text
 
@@ -89,6 +91,20 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def encoder_decoder(folder: Path, page: str) -> None:
+    """What the pages of speech and translation suppose."""
+    texts = [f"w{i} w{i + 7} w{(3 * i) % 50}" + " w5" * (i % 4) for i in range(24)]
+    if page == "speech":
+        saved_whisper(folder / "WHISPER")
+        audio_folder(folder / "RECORDINGS", texts[:8])
+        audio_folder(folder / "HELDOUT_RECORDINGS", texts[8:12], pitch=170)
+    elif page == "translation":
+        saved(folder / "TRANSLATOR", "marian")
+        rows = [json.dumps({"source": f"w1 w{i} w2", "target": text}) + "\n" for i, text in enumerate(texts)]
+        (folder / "PAIRS.jsonl").write_text("".join(rows[:18]))
+        (folder / "HELDOUT_PAIRS.jsonl").write_text("".join(rows[18:]))
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
 def test_blocks_run(page: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     todo = [block for block in blocks(page, "sh", "python") if block.runs]
@@ -100,6 +116,7 @@ def test_blocks_run(page: Path, model: Path, tmp_path: Path, monkeypatch: pytest
     (tmp_path / "MODEL").symlink_to(model)
     write_text(tmp_path / "TEXT.jsonl", 70)
     write_text(tmp_path / "HELDOUT.jsonl", 20, seed=1)
+    encoder_decoder(tmp_path, page.stem)
     for block in todo:
         if block.kind == "python":
             exec(compile(block.body, f"{page.name}", "exec"), {"__name__": "docs"})

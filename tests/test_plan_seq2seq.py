@@ -25,7 +25,12 @@ def saved(name: str, folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("name", "context", "kv_bytes", "words"),
     [
-        ("whisper", 64, 512 * (64 + 12), "--calibration RECORDINGS --targets generate"),  # it hears as much however little it writes
+        (
+            "whisper",
+            64,
+            512 * (64 + 12),
+            "--calibration RECORDINGS --targets generate",
+        ),  # it hears as much however little it writes
         ("bart", 64, 512 * (64 + 64), "--calibration PAIRS.jsonl"),
         ("t5", 512, 768 * (512 + 512), "--calibration TEXT.jsonl"),
     ],

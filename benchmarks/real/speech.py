@@ -1,9 +1,9 @@
 """Recordings: Debian's `pocketsphinx-testdata`, and sentences of a text spoken by espeak-ng.
 
-    python benchmarks/real/speech.py WORK --text TEXT.jsonl [--minutes 6] [--words 1000]
+    python benchmarks/real/speech.py WORK --text TEXT.jsonl [--minutes 6] [--words 1000] [--uptraining 60]
 
-Writes WORK/speech/real (LibriVox and spoken cards, with their transcripts), WORK/speech/calibration (so many minutes) and
-WORK/speech/synthetic (so many words, of other sentences and other voices). Needs the Debian packages
+Writes WORK/speech/real (LibriVox and spoken cards, with their transcripts), WORK/speech/calibration (so many minutes),
+WORK/speech/synthetic (so many words, of other sentences and other voices) and WORK/speech/uptraining (so many minutes). Needs the Debian packages
 `pocketsphinx-testdata` and `espeak-ng`.
 """
 
@@ -100,14 +100,18 @@ def main() -> None:
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--minutes", type=float, default=6, help="of speech to calibrate on")
     parser.add_argument("--words", type=int, default=1000, help="of speech to score on")
+    parser.add_argument("--uptraining", type=float, default=0, help="minutes of speech to train on")
     given = parser.parse_args()
     folder, texts = given.work / "speech", sentences(given.text, 0)
     print("real:", recorded(folder / "real"), "words")
     for name, minutes, words in (
         ("calibration", given.minutes, 10**9),
         ("synthetic", 10**9, given.words),
+        ("uptraining", given.uptraining, 10**9),
     ):
-        made = spoken(folder / name, texts, VOICES[name], minutes, words)
+        if minutes == 0:
+            continue
+        made = spoken(folder / name, texts, VOICES.get(name, VOICES["calibration"]), minutes, words)
         print(f"{name}: {made[0]:.1f} minutes, {made[1]} words")
 
 

@@ -149,7 +149,14 @@ def measure(name: str, work: Path, text: str | None, tokens: int, only: str | No
     found, path = case(name, work, text, tokens), RESULTS / f"real_{name}.json"
     record: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     source = work / "models" / found.model
-    record = {"kind": "real", "model": name, "heads": found.heads, "rows": [], "runs": [], **record}
+    record = {
+        "command": "benchmarks/real/suite.py",
+        "model": name,
+        "heads": found.heads,
+        "rows": [],
+        "runs": [],
+        **record,
+    }
     record["origin"] = json.loads((source / "origin.json").read_text())
     known = {(row["name"], row["groups"]) for row in record["rows"]}
     wanted = [Row("original", found.heads), *found.rows]

@@ -18,7 +18,7 @@ from .seq2seq import Example, PairEncoder
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-BATCH = 8  # examples generated at once
+BATCH = 32  # examples generated at once
 NEW_TOKENS = 256  # at most, where the decoder has no limit of its own
 
 

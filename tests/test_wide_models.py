@@ -27,9 +27,11 @@ from mha2gqa.architectures import geometry as geometry_of
 from mha2gqa.architectures.registry import SUPPORTED
 from mha2gqa.checkpoints.reader import edit_config
 from mha2gqa.commands.estimate import plan
+from mha2gqa.commands.export import FORMATS, export
 from mha2gqa.errors import UnsupportedModelError, UsageError
 from mha2gqa.heads import split, unsplit, widen
 from mha2gqa.reconstruct import ReconstructConfig
+from mha2gqa.report.views import view
 
 TYPES = sorted(name for name, spec in SUPPORTED.items() if spec.wide)
 IDS = torch.randint(3, 60, (2, 24), generator=torch.Generator().manual_seed(1))
@@ -150,6 +152,10 @@ def test_nothing_shared_is_nothing_lost(tmp_path: Path) -> None:
     assert made.method == "joint" and any("2 KV heads of head_dim 8" in w for w in made.warnings)
     manifest = json.loads((tmp_path / "out" / "mha2gqa.json").read_text())
     assert (manifest["groups"], manifest["wide"]) == (4, 2)
+    card, shown = (tmp_path / "out" / "README.md").read_text(), str(view(made.to_dict()))
+    for text in (card, shown):
+        assert "2 times as wide (head_dim 8), with the cache of GQA-4" in text
+    assert "arithmetic of attention, are 2 times as large" in card and "gqa4-wide2" in card
     new = type(model).from_pretrained(tmp_path / "out").eval()
     live = mha2gqa.convert_model(model, 4, wide=2)
     right = logits(model, IDS)
@@ -278,3 +284,11 @@ def test_plan_refuses_as_convert_does_and_counts_what_it_writes(pico: Path, tmp_
     tensors = load_file(tmp_path / "out" / "model.safetensors")
     assert found.bytes["after"] == sum(x.nbytes for x in tensors.values())
     assert found.kv_bytes_per_token == made.kv_bytes_per_token
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_export_refuses_wide_heads(pico: Path, tmp_path: Path, to: Any) -> None:
+    mha2gqa.convert(pico, tmp_path / "out", 4, wide=2)
+    with pytest.raises(UnsupportedModelError, match="a factor for each rotary pair"):
+        export(tmp_path / "out", tmp_path / "exported", to)
+    assert not (tmp_path / "exported").exists()

@@ -40,6 +40,8 @@ NO_GROUPS = {"gguf": frozenset({"phi"})}
 NO_TIED_HEAD = {"gguf": frozenset({"olmo2", "phi"})}
 # Loaders that read another config than the one transformers writes.
 OTHER_CONFIG = {"ct2": frozenset({"phi"})}
+# Types whose loaders read longrope's factor for each rotary pair; wide heads need them in other types.
+OWN_FACTORS = frozenset({"phi3", "phimoe", "phi4_multimodal"})
 PACKAGES = {"ct2": "ctranslate2", "onnx": "onnxruntime_genai"}
 # The converter refuses tokenizers that are not on its list; the user's word is taken instead.
 RUN_GGUF = """
@@ -170,6 +172,13 @@ def check_architecture(config: Mapping[str, Any], to: str) -> None:
             f"the engine's {model_type} has as many KV heads as query heads",
             where=f"--to {to}",
             fix="use vLLM",
+        )
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if rope.get("rope_type") == "longrope" and model_type not in OWN_FACTORS:
+        raise UnsupportedModelError(
+            f"the engine's {model_type} does not read a factor for each rotary pair, which wide heads need",
+            where=f"--to {to}",
+            fix="convert without --wide",
         )
     tied = getattr(known_config(config), "tie_word_embeddings", False)
     if model_type in NO_TIED_HEAD.get(to, ()) and tied:

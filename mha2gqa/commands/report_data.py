@@ -11,6 +11,7 @@ from ..checkpoints.hf_config import load_config_json, longest_context
 from ..config import Recipe
 from ..evaluation.result import exp
 from ..report import Report, display_name, how_to_load, hub_name, number, source_license
+from ..report.content import wide_heads
 from ..results import versions
 
 ROLES = ("original", "converted", "uptrained")
@@ -71,13 +72,14 @@ def build_report(outcome: Outcome, command: str = "", frontier: Sequence[Mapping
     stated = source_license(outcome.source)
     folder = outcome.convert.get("output")
     return Report(
-        title=recipe.report.title or title(recipe, heads.get("after")),
+        title=recipe.report.title or title(recipe, outcome.convert.get("groups") or heads.get("after")),
         source=recipe.source,
         models=rows,
         protocol=found["protocol"],
         settings=found["settings"],
         data=found["data"],
         num_kv_heads=(heads["before"], heads["after"]) if heads else None,
+        wide=wide_heads(outcome.convert),
         method=str(outcome.convert.get("method") or ""),
         layers=outcome.convert.get("layers") or (),
         calibration=outcome.convert.get("calibration") or {},

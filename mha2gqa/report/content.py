@@ -49,6 +49,7 @@ class Report:
         settings: `evaluate`'s `settings{}` (window, stride, BOS policy …).
         data: `evaluate`'s `data{}` (tokens, sha256, paths …).
         num_heads, num_kv_heads: Query heads; KV heads before and after.
+        wide: What `wide_heads` says of the result; empty where its heads are plain.
         method: How heads were merged.
         layers: `convert`'s `layers[]`: errors, grouping.
         calibration: `convert`'s `calibration{}`: text, tokens, losses on held-out calibration text.
@@ -79,6 +80,7 @@ class Report:
     data: Mapping[str, Any] = field(default_factory=dict)
     num_heads: int | None = None
     num_kv_heads: tuple[int, int] | None = None
+    wide: Mapping[str, int] = field(default_factory=dict)
     method: str = ""
     layers: Sequence[Row] = ()
     calibration: Mapping[str, Any] = field(default_factory=dict)
@@ -97,6 +99,11 @@ class Report:
     own_code: bool = False
     recipe: str = ""
     command: str = ""
+
+    @property
+    def wide_text(self) -> str:
+        """What its wide heads are; empty where heads are plain."""
+        return wide_sentence(self.wide) if self.wide else ""
 
     @property
     def original(self) -> Row | None:
@@ -306,9 +313,9 @@ def tiles(report: Report) -> list[tuple[str, str, str]]:
         out.append((f"{significant(before / after)}×", "smaller KV cache", detail))
     if report.num_kv_heads:
         was, now = report.num_kv_heads
-        out.append(
-            (f"{was} → {now}", "KV heads", f"groups of {was // now}, method {report.method or 'unknown'}")
-        )
+        grouped = f"groups of {was // now}, method {report.method or 'unknown'}"
+        wide = f"; {report.wide_text}" if report.wide else ""
+        out.append((f"{was} → {now}", "KV heads", grouped + wide))
     if report.budget.get("tokens"):
         alpha = report.budget.get("alpha")
         share = f"alpha {significant(alpha)}" if alpha else "share of the original budget unknown"
@@ -321,7 +328,7 @@ def limits(report: Report) -> list[str]:
     out = [
         "Perplexity on held-out text is no measure of every ability: long contexts, retrieval, other "
         "languages and chat behaviour need their own tests.",
-        "FLOPs per token are unchanged; what shrinks is the KV cache and the memory traffic of decoding.",
+        _arithmetic(report),
     ]
     if not report.models:
         out.insert(0, "No text was scored beside the calibration text: see mha2gqa evaluate.")
@@ -332,6 +339,30 @@ def limits(report: Report) -> list[str]:
             "No uptraining was done; a small budget on the model's own kind of text lowers the loss further."
         )
     return out
+
+
+def wide_heads(data: Mapping[str, Any]) -> dict[str, int]:
+    """`groups`, `wide` and `head_dim` of a result with wide heads, from what `convert` said; else empty."""
+    times = data.get("wide") or 1
+    if not isinstance(times, int) or times < 2:
+        return {}
+    return {"groups": data["groups"], "wide": times, "head_dim": data["head_dim"]["after"]}
+
+
+def wide_sentence(wide: Mapping[str, int]) -> str:
+    """What wide heads are, as part of a sentence."""
+    return (
+        f"{wide['wide']} times as wide (head_dim {wide['head_dim']}), with the cache of GQA-{wide['groups']}"
+    )
+
+
+def _arithmetic(report: Report) -> str:
+    """What decoding costs beside memory."""
+    shrinks = "what shrinks is the KV cache and the memory traffic of decoding."
+    if report.wide:
+        times = report.wide["wide"]
+        return f"Query and output projections, and the arithmetic of attention, are {times} times as large; {shrinks}"
+    return f"FLOPs per token are unchanged; {shrinks}"
 
 
 def _worse_than_original(report: Report) -> str:

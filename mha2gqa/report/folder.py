@@ -8,7 +8,7 @@ from typing import Any
 
 from ..checkpoints.json_files import read_json
 from .card import TAGS, model_card
-from .content import Report
+from .content import Report, wide_heads
 from .names import display_name, hub_name
 
 CARD, BASE_CARD = "README.md", "README.base.md"
@@ -104,10 +104,11 @@ def report_of(folder: Path) -> Report:
     source = display_name(str(manifest.get("source") or "an unknown model"))
     found = license_of([folder / BASE_CARD, folder / CARD])
     return Report(
-        title=_title(source, heads.get("after")),
+        title=_title(source, manifest.get("groups") or heads.get("after"), manifest.get("wide") or 1),
         source=source,
         models=(),
         num_kv_heads=(heads["before"], heads["after"]) if heads else None,
+        wide=wide_heads(manifest),
         method=str(manifest.get("method") or ""),
         layers=manifest.get("layers") or (),
         calibration=manifest.get("calibration") or {},
@@ -122,9 +123,9 @@ def report_of(folder: Path) -> Report:
     )
 
 
-def _title(source: str, groups: int | None) -> str:
+def _title(source: str, groups: int | None, wide: int) -> str:
     name = source.removeprefix("builtin:").rsplit("/", 1)[-1]
-    return f"{name}-gqa{groups}" if groups else name
+    return f"{name}-gqa{groups}{f'-wide{wide}' if wide > 1 else ''}" if groups else name
 
 
 def _texts(manifest: Mapping[str, Any]) -> list[str]:

@@ -17,6 +17,8 @@ from .content import (
     models_table,
     scoring,
     training_losses,
+    wide_heads,
+    wide_sentence,
 )
 from .layers import layers_table
 from .numbers import box_size, fixed, human_bytes, human_count, significant
@@ -185,9 +187,10 @@ def _change(pair: Data, form: Callable[[Any], str] = human_bytes) -> str:
 def _convert(data: Data) -> Iterable[Block]:
     kv, types = data["num_kv_heads"], data.get("reexpression")
     kinds = f"{becomes(types['source_type'], types['target_type'])}, " if types else ""
+    wide = wide_heads(data)
     yield Line(
-        f"{data['source']} -> {data['output']}: {kinds}{kv['before']} KV heads -> {kv['after']}, "
-        f"method {data['method']}"
+        f"{data['source']} -> {data['output']}: {kinds}{kv['before']} KV heads -> {kv['after']}"
+        f"{f', {wide_sentence(wide)}' if wide else ''}, method {data['method']}"
     )
     if data["layers"]:
         yield from (BLANK, layers_table(data["layers"]))

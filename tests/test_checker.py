@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import pico_llama
@@ -25,9 +26,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return root / "pico", root / "out"
 
 
-def configs(folders: tuple[Path, Path]) -> list[dict[str, object]]:
+def question(folders: tuple[Path, Path]) -> list[dict[str, Any]]:
+    """Configs of result and source, and the tensors of the result."""
+    from mha2gqa.checkpoints.reader import open_checkpoint
+
     source, out = ({**json.loads((folder / "config.json").read_text())} for folder in folders)
-    return [out, source]
+    tensors = open_checkpoint(folders[1]).tensors
+    return [out, source, {name: (info.dtype, info.shape) for name, info in tensors.items()}]
 
 
 def names(folder: Path) -> list[str]:
@@ -50,7 +55,7 @@ def test_both_ways_find_the_same(folders: tuple[Path, Path]) -> None:
         assert here._process is None  # transformers is loaded
         there._process = process()
         for each in (here, there):
-            each.expect(*configs(folders))
+            each.expect(*question(folders))
         found = [each.check(folders[1], names(folders[1])) for each in (here, there)]
     assert found[0] == found[1]
     assert [check.ok for check in found[0]] == [True] * 5
@@ -59,7 +64,7 @@ def test_both_ways_find_the_same(folders: tuple[Path, Path]) -> None:
 def test_the_other_process_sees_what_is_wrong(folders: tuple[Path, Path]) -> None:
     with Checker() as there:
         there._process = process()
-        there.expect(*configs(folders))
+        there.expect(*question(folders))
         checks = there.check(folders[1], [*names(folders[1]), "model.lost.weight"])
     assert [check.name for check in checks if check.ok is False] == ["tensor names"]
 
@@ -70,7 +75,7 @@ def test_the_other_process_sees_what_is_wrong(folders: tuple[Path, Path]) -> Non
 def test_a_process_that_dies_leaves_no_check_out(folders: tuple[Path, Path], code: str) -> None:
     with Checker() as there:
         there._process = process(code)
-        there.expect(*configs(folders))
+        there.expect(*question(folders))
         assert [check.ok for check in there.check(folders[1], names(folders[1]))] == [True] * 5
 
 
@@ -80,7 +85,7 @@ def test_only_checks_that_held_are_taken_over(folders: tuple[Path, Path], ok: bo
     odd = f"; import mha2gqa.verification.checks as v; from mha2gqa.verification.tiny_random import Check; {found}; serve()"
     with Checker() as there:
         there._process = process(background._SERVE.replace("; serve()", odd))
-        there.expect(*configs(folders))
+        there.expect(*question(folders))
         assert [check.ok for check in there.check(folders[1], names(folders[1]))] == [True] * 5
 
 

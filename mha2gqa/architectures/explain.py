@@ -6,15 +6,10 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from ..checkpoints.hf_config import text_config
+from ..checkpoints.prefixes import PREFIXES, prefix_of
 from ..errors import CheckpointError, UnsupportedModelError, quoted
 from .spec import AttentionSpec
 
-PREFIXES = {  # what training tools put before every name, and how to be rid of it
-    "module.": "of DistributedDataParallel: save model.module.state_dict()",
-    "_orig_mod.": "of torch.compile: save model._orig_mod.state_dict()",
-    "base_model.model.": "of PEFT: save the model that merge_and_unload() returns",
-    "_forward_module.": "of Lightning: save the state dict of the module inside",
-}
 # Ends of the names of tensors that hold packed weights, or the scales of such.
 _PACKED = (
     ".qweight",
@@ -29,11 +24,6 @@ _PACKED = (
 )
 DEEPEST = 512  # layers: more than any model has
 _LATENT = ("kv_a_proj_with_mqa.", "kv_b_proj.", "kv_a_layernorm.")
-
-
-def prefix_of(names: Collection[str]) -> str | None:
-    """What a training tool has put before every name, or None."""
-    return next((p for p in PREFIXES if names and all(name.startswith(p) for name in names)), None)
 
 
 def refuse_quantised(config: Mapping[str, Any], names: Collection[str]) -> None:

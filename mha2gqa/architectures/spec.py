@@ -288,8 +288,9 @@ def rotary_dim(spec: AttentionSpec, config: Mapping[str, Any], head_dim: int, la
     text = spec.text_config(config)
     rope = text.get("rope_parameters")
     types = text.get("layer_types")
-    if isinstance(rope, Mapping) and isinstance(types, list) and layer < len(types) and types[layer] in rope:
-        rope = rope[types[layer]]
+    kind = types[layer] if isinstance(types, list) and layer < len(types) else None
+    if isinstance(rope, Mapping) and isinstance(kind, str) and kind in rope:
+        rope = rope[kind]
     for key in spec.rotary_keys:
         for holder in (rope, text):
             value = holder.get(key) if isinstance(holder, Mapping) else None

@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from ..errors import CheckpointError, UsageError, reason
+from ..errors import CheckpointError, UsageError, listed, reason
 from ..modeling import refuse_encoder, register
 from .dtypes import OPTION_NAMES, named_dtype, torch_dtype
 from .folder import check_model_folder, find_weights
 from .hf_config import is_encoder_decoder, load_config_json, stored_dtype, text_config
 from .ignored_keys import without_ignored
+from .json_files import LFS_POINTER, check_pointer
+from .prefixes import PREFIXES, prefix_of
+from .side_files import check_tokenizer_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -84,6 +87,7 @@ def load_tokenizer(
     """
     from transformers import AutoTokenizer
 
+    check_tokenizer_files(Path(path))
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, revision=revision)
     except Exception as error:  # whatever a class or a reader raises, it is this folder that it refuses
@@ -216,14 +220,21 @@ def _check_loading_info(info: Mapping[str, Any], path: str | Path, own_code: boo
         "of another shape": sorted(mismatched),
         "error": sorted(map(str, info.get("error_msgs", ()))),
     }
-    listed = [f"{len(names)} {kind}: {', '.join(names)}" for kind, names in faults.items() if names]
-    if listed:
-        fix = (
-            "the folder brings its own code: pass --trust-remote-code if you trust it"
-            if own_code
-            else "config and tensors must belong together; convert or download the model again"
-        )
-        raise CheckpointError(f"tensors do not fit the config: {'; '.join(listed)}", where=path, fix=fix)
+    told = [f"{len(names)} {kind}: {listed(names)}" for kind, names in faults.items() if names]
+    if told:
+        fix = _way_out(faults, own_code)
+        raise CheckpointError(f"tensors do not fit the config: {'; '.join(told)}", where=path, fix=fix)
+
+
+def _way_out(faults: Mapping[str, list[str]], own_code: bool) -> str:
+    """What to do about a checkpoint whose tensors are not those of its class."""
+    if own_code:
+        return "the folder brings its own code: pass --trust-remote-code if you trust it"
+    if (prefix := prefix_of(faults["unexpected"])) is not None:
+        return f"every name begins with {prefix!r}, it is {PREFIXES[prefix]}"
+    if faults["unexpected"] and not any(names for kind, names in faults.items() if kind != "unexpected"):
+        return "`mha2gqa convert --drop-extra NAMES` writes a copy without them"
+    return "config and tensors must belong together; convert or download the model again"
 
 
 # --- memory --------------------------------------------------------------------------------------------
@@ -255,12 +266,21 @@ def weight_bytes(folder: Path) -> int | None:
     """Bytes of the weight files that transformers would read from `folder`; None if it is not local.
 
     Raises:
-        CheckpointError: There are none, or what is there is no whole model.
+        CheckpointError: There are none, one is a Git LFS pointer, or what is there is no whole model.
     """
     if not folder.is_dir():
         return None
     check_model_folder(folder)
-    return sum((folder / name).stat().st_size for name in find_weights(folder).files)
+    files = [folder / name for name in find_weights(folder).files]
+    for file in files:
+        try:
+            with file.open("rb") as opened:
+                check_pointer(opened.read(len(LFS_POINTER)), file)
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot be read ({error.strerror})", where=file, fix="check its rights, or download it again"
+            ) from error
+    return sum(file.stat().st_size for file in files)
 
 
 def free_memory(device: torch.device) -> int | None:

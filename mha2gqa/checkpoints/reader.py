@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from ..errors import CheckpointError, hub_refusals, listed, reason
+from ..errors import CheckpointError, UsageError, hub_refusals, listed, quoted, reason
 from .bin_file import BinFile
 from .folder import BIN_INDEX, BIN_SINGLE, INDEX, SINGLE, check_model_folder, find_weights
 from .hf_config import read_config_json
@@ -96,6 +97,36 @@ class Checkpoint:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every tensor."""
         return {name: info.shape for name, info in self.tensors.items()}
+
+    @property
+    def dtypes(self) -> dict[str, str]:
+        """safetensors dtype of every tensor."""
+        return {name: info.dtype for name, info in self.tensors.items()}
+
+    def drop(self, patterns: Sequence[str]) -> list[str]:
+        """Treat tensors as if they were not there.
+
+        Args:
+            patterns: Names, or globs of names.
+
+        Returns:
+            Their names.
+
+        Raises:
+            UsageError: A pattern names none.
+        """
+        gone: set[str] = set()
+        for pattern in patterns:
+            found = [name for name in self.tensors if name == pattern or fnmatchcase(name, pattern)]
+            if not found:
+                raise UsageError(
+                    "names no tensor of the source",
+                    where=f"--drop-extra {quoted(pattern)}",
+                    fix="check the pattern",
+                )
+            gone.update(found)
+        self.tensors = {name: info for name, info in self.tensors.items() if name not in gone}
+        return sorted(gone)
 
     @property
     def nbytes(self) -> int:

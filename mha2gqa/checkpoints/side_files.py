@@ -110,6 +110,19 @@ def find_side_files(folder: Path, config: Mapping[str, Any], keep: Sequence[str]
     return SideFiles(folder, tuple(copied), tuple(left), tuple(outside))
 
 
+def check_tokenizer_files(folder: Path) -> None:
+    """Refuse a folder whose tokenizer's files are not there although their names are.
+
+    Raises:
+        CheckpointError: One is a dangling link, a Git LFS pointer, or no regular file.
+    """
+    if not folder.is_dir():
+        return
+    for path in sorted(folder.iterdir()):
+        if any(fnmatch(path.name.lower(), pattern) for pattern in KNOWN["tokenizer"]):
+            _check_readable(path)
+
+
 def copy_side_files(files: SideFiles, out: Path) -> None:
     """Copy them byte for byte.
 

@@ -260,6 +260,12 @@ def verify(**given: Any) -> None:
         raise CheckpointError(
             f"check failed: {broken}", where=given["out"], fix="convert again from the source"
         )
+    if result.unchecked:
+        raise CheckpointError(
+            f"could not be checked: {'; '.join(result.unchecked)}",
+            where=given["out"],
+            fix="install what is missing, or check it with its own code",
+        )
 
 
 @cli.command()

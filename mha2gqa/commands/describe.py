@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -64,12 +64,13 @@ class Description:
         return max((self.nbytes(name) for name in self.shapes), default=0)
 
 
-def describe(source: str | Path, revision: str | None = None) -> Description:
+def describe(source: str | Path, revision: str | None = None, drop: Sequence[str] = ()) -> Description:
     """Config, shapes and dtypes of a model; never its weights.
 
     Args:
         source: Checkpoint folder (with or without weights), a `config.json` of its own, or a hub id.
         revision: Branch, tag or commit on the Hub.
+        drop: Names or globs of tensors to leave out.
 
     Raises:
         CheckpointError: Nothing readable is there.
@@ -82,9 +83,11 @@ def describe(source: str | Path, revision: str | None = None) -> Description:
         check_model_folder(path)
         if has_weights(path):
             checkpoint = Checkpoint(path)
-            dtypes = {name: info.dtype for name, info in checkpoint.tensors.items()}
+            checkpoint.drop(drop)
             shard = max((path / name).stat().st_size for name in checkpoint.files)
-            return Description(str(source), checkpoint.config, checkpoint.shapes, dtypes, True, shard)
+            return Description(
+                str(source), checkpoint.config, checkpoint.shapes, checkpoint.dtypes, True, shard
+            )
         return _from_config(str(source), read_config_json(path / "config.json"))
     return _from_hub(str(source), revision)
 

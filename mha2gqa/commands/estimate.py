@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -11,9 +11,10 @@ from typing import Any, ClassVar
 from ..architectures import AttentionSpec, Geometry, find_spec, valid_groups
 from ..architectures.wide import stored_heads
 from ..checkpoints.hf_config import is_encoder_decoder, longest_context, text_config
+from ..checkpoints.side_files import find_side_files
 from ..config import PlanConfig
 from ..conversion.plan import Plan, plan_conversion, plan_modules
-from ..conversion.rewrite import module_changes
+from ..conversion.result_tensors import result_shapes, result_tensors
 from ..data.pairs import is_audio
 from ..data.spans import ENCODER_TOKENS
 from ..errors import UsageError
@@ -26,6 +27,7 @@ from ..kv_cache import (
 )
 from ..modeling import PREFIX
 from ..results import Result
+from ..verification.preflight import check_early, demand, settled, unchecked
 from .calibration_price import calibration_price
 from .describe import Description, describe
 from .estimate_wide import Form, wide_figures, wide_parallel_warnings
@@ -113,6 +115,8 @@ def plan(
     calibration_tokens: int = PlanConfig.calibration_tokens,
     bandwidth: float = H100_BANDWIDTH,
     revision: str | None = None,
+    drop_extra: Sequence[str] = (),
+    allow_unchecked: bool = False,
 ) -> PlanResult:
     """Say what converting a model would give and need, reading no weights.
 
@@ -128,6 +132,8 @@ def plan(
         calibration_tokens: Tokens of calibration text.
         bandwidth: Its memory bandwidth, bytes/s.
         revision: On the Hub.
+        drop_extra: As `convert` has it: names or globs of tensors to leave out.
+        allow_unchecked: As `convert` has it.
 
     Returns:
         Figures and warnings.
@@ -138,13 +144,14 @@ def plan(
     for name, value in (("context", context), ("gpu-memory", gpu_memory), ("bandwidth", bandwidth)):
         if value is not None and value <= 0:
             raise UsageError("must be more than 0", where=f"--{name} {value:g}")
-    described = describe(source, revision)
+    described = describe(source, revision, drop_extra)
     spec, geometries = _attention(described.reexpressed(None, as_))
     before, num_heads = max(g.num_kv_heads for g in geometries), geometries[0].num_heads
     possible = valid_groups(before, spec)
     wanted = suggested(possible, before, tp) if groups is None else groups
     model = described.reexpressed(stored_heads(wanted, wide), as_)
     chosen = _planned(model, wanted, wide)
+    untold = _check_early(source, described, model, chosen, allow_unchecked)
     reach, usual = _reach(described.config)
     context = context or reach or usual
     price = _calibration(model, chosen, gpu_memory, gpus, calibration_tokens)
@@ -176,6 +183,7 @@ def plan(
         warnings=[
             *(model.found.notes if model.found else ()),
             *chosen.warnings,
+            *untold,
             *_beyond(context, reach),
             *_too_large(price, gpu_memory),
             *(wide_parallel_warnings(wanted, wide, tp) or parallel_warnings(wanted // wide, num_heads, tp)),
@@ -200,7 +208,7 @@ def _wide(described: Description, groups: int, wide: int, as_: str) -> dict[str,
     def form(heads: int, r: int = 1) -> Form:
         model = described.reexpressed(heads // r, as_)
         decided = _planned(model, heads, r)
-        shapes = changed_shapes(model, decided)
+        shapes = result_shapes(decided, dict(model.shapes))
         sizes = {name: model.nbytes(name, shape) for name, shape in shapes.items()}
         return Form(decided, sizes, sum(math.prod(shape) for shape in shapes.values()))
 
@@ -259,22 +267,32 @@ def parallel_warnings(groups: int, num_heads: int, tp: int) -> list[str]:
     return []
 
 
-def changed_shapes(model: Description, decided: Plan) -> dict[str, tuple[int, ...]]:
-    """Every tensor name of the result with its shape."""
-    shapes = dict(model.shapes)
-    for module in decided.modules:
-        stored, lost = module_changes(decided, module, model.shapes)
-        shapes |= {module.names[role]: shape for role, shape in stored.items()}
-        for role in lost:
-            del shapes[module.names[role]]
-    return shapes
+def _check_early(
+    source: str | Path, described: Description, model: Description, decided: Plan, allow_unchecked: bool
+) -> list[str]:
+    """Ask what `convert` asks before its work: the files beside the weights, and the class of the result.
+
+    Returns:
+        Warnings.
+
+    Raises:
+        CheckpointError, UnsupportedModelError: As `convert`.
+    """
+    if not model.exact:  # shapes from the class itself
+        return []
+    folder = Path(source)
+    sides = find_side_files(folder, described.config).warnings() if folder.is_dir() else []
+    tensors = result_tensors(decided, dict(model.shapes), model.dtypes)
+    checks = settled(check_early(decided.config, decided.source, tensors), decided.config, allow_unchecked)
+    demand(checks, decided.config, source, allow_unchecked)
+    return [*sides, *(f"cannot be checked: {what}" for what in unchecked(checks, decided.config))]
 
 
 def _option(
     model: Description, groups: int, batch: int, context: int, gpu_memory: float, wide: int = 1
 ) -> dict[str, Any]:
     decided = _planned(model, groups, wide)
-    shapes = changed_shapes(model, decided)
+    shapes = result_shapes(decided, dict(model.shapes))
     stored = {name: model.nbytes(name, shape) for name, shape in shapes.items()}
     nbytes = sum(stored.values())
     config = decided.config
@@ -330,7 +348,7 @@ def _calibration(
     itemsize = max(round(model.total / max(1, sum(map(math.prod, model.shapes.values())))), 1)
     return calibration_price(
         model.shapes,
-        changed_shapes(model, decided),
+        result_shapes(decided, dict(model.shapes)),
         decided,
         gpu_memory=gpu_memory,
         gpus=gpus,
@@ -360,7 +378,7 @@ def training_memory(model: Description, decided: Plan, gpu_memory: float) -> dic
     the state when it is sharded (FSDP; adapters are not), leaving a quarter for activations; 0 where 8 are
     too few.
     """
-    shapes = changed_shapes(model, decided)
+    shapes = result_shapes(decided, dict(model.shapes))
     count = {name: math.prod(shape) for name, shape in shapes.items()}
     total = sum(count.values())
     attention = kv = lora = 0

@@ -46,6 +46,17 @@ class PlanConfig(Config):
         flags=("--as",),
         where=(CLI,),
     )
+    drop_extra: tuple[str, ...] = option(
+        (),
+        "As convert has it: tensors to leave out. Repeatable.",
+        ADVANCED,
+        metavar="NAMES",
+        where=(CLI,),
+        unset="none",
+    )
+    allow_unchecked: bool = option(
+        False, "As convert has it: allow a result that cannot be checked.", ADVANCED, where=(CLI,)
+    )
     tp: int = option(
         1, "Tensor-parallel ranks that the result will be served on.", WHAT, where=(CLI,), range=">= 1"
     )

@@ -139,6 +139,16 @@ class ConvertConfig(PairConfig):
         metavar="GLOB",
         unset="files that are known to belong to a model",
     )
+    drop_extra: tuple[str, ...] = option(
+        (),
+        "Tensors of the source to leave out, which its class does not know, such as 'v_head.*'. Repeatable.",
+        OUTPUT,
+        metavar="NAMES",
+        unset="none",
+    )
+    allow_unchecked: bool = option(
+        False, "Publish a result that cannot be checked, and say so in it.", OUTPUT
+    )
     force: bool = option(False, "Replace an output that mha2gqa wrote.", OUTPUT, where=(CLI,))
     device: Any = option("auto", "Where the model runs: auto, cpu, cuda, cuda:1, …", ADVANCED, form=str)
     seed: int = option(

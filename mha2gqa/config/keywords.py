@@ -40,6 +40,8 @@ class ConvertKeywords(TypedDict, total=False):
     fit: ReconstructConfig | Mapping[str, Any] | None
     max_shard_size: Bytes | None
     keep: tuple[str, ...]
+    drop_extra: tuple[str, ...]
+    allow_unchecked: bool
     force: bool
     device: Any
     seed: int

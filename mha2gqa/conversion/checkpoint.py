@@ -25,6 +25,7 @@ from ..checkpoints.reader import Checkpoint, open_checkpoint
 from ..checkpoints.side_files import SideFiles, copy_side_files, find_side_files
 from ..checkpoints.writer import (
     NewTensor,
+    Shard,
     entry_nbytes,
     plan_shards,
     write_shards,
@@ -41,11 +42,13 @@ from ..report import write_card
 from ..results import Result
 from ..verification.background import Checker
 from ..verification.checks import failed
+from ..verification.preflight import check_early, demand, settled, unchecked
 from ..verification.tiny_random import Check, check_arch_conversion
 from . import Calibrated, CalibrationOptions, Stage, calibrate, convert_model
 from .generated import with_generated
 from .in_memory import convert_state_dict
 from .plan import Groupings, Plan, plan_conversion
+from .result_tensors import result_tensors
 from .rewrite import ModuleConverter
 from .untie import untied
 from .warnings import loss_warnings
@@ -142,6 +145,7 @@ def convert(
             resolve_device(config.device).type
         )  # torchrun splits the text over its processes
     original = open_checkpoint(source, config.revision)
+    dropped = original.drop(config.drop_extra)
     check_output(original.path, out, config.force)
     sides = find_side_files(original.path, original.config, config.keep)
     seen = as_architecture(original, stored_heads(groups, config.wide), config.as_)
@@ -159,16 +163,28 @@ def convert(
         plan = untied(plan, seen.shapes)
     check_dtypes(plan, seen)
     check_space(out, seen.nbytes)
+    early = _check_early(plan, seen, source, config.allow_unchecked) if texts or config.statistics else None
     calibration = CalibrationOptions.of(config, texts, groupings is not None)
     consent = config.trust_remote_code
     opened = written(seen, out, consent) if texts else nullcontext(seen)
     with reporting(_listener(progress, stage)), opened as checkpoint:
         calibration = with_generated(checkpoint, calibration, out)
         calibrated = calibrate(checkpoint, plan, calibration, out, config.force)
-        job = _Job(str(source), original, seen, sides, out, config.force, consent, config.keep)
+        job = _Job(
+            str(source),
+            original,
+            seen,
+            sides,
+            out,
+            config.force,
+            consent,
+            config.keep,
+            tuple(dropped),
+            config.allow_unchecked,
+        )
         try:
             if distributed.is_rank_zero():
-                result = _publish(job, checkpoint, calibrated, config.max_shard_size, checker)
+                result = _publish(job, checkpoint, calibrated, config.max_shard_size, checker, early)
             else:
                 result = _result(job, calibrated, [], [])
             distributed.barrier()
@@ -208,6 +224,8 @@ class _Job:
         force: Whether it may replace one of ours.
         trust_remote_code: Consent to code of the source.
         keep: Patterns of further files that go along.
+        dropped: Names of tensors that are left out.
+        allow_unchecked: Whether checks that cannot be made are allowed.
     """
 
     source: str
@@ -218,6 +236,24 @@ class _Job:
     force: bool
     trust_remote_code: bool
     keep: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ()
+    allow_unchecked: bool = False
+
+
+def _check_early(plan: Plan, seen: Checkpoint, source: str | Path, allow_unchecked: bool) -> list[Check]:
+    """Ask before a long calibration what publishing will demand.
+
+    Raises:
+        CheckpointError, UnsupportedModelError: As `preflight.demand`.
+    """
+    checks = check_early(plan.config, plan.source, result_tensors(plan, seen.shapes, seen.dtypes))
+    checks = settled(checks, plan.config, allow_unchecked)
+    demand(checks, plan.config, source, allow_unchecked)
+    return checks
+
+
+class _Doubtful(Exception):
+    """The process that checks has ended while files are written."""
 
 
 def _publish(
@@ -226,6 +262,7 @@ def _publish(
     calibrated: Calibrated,
     max_shard_size: int | None,
     checker: Checker | None,
+    early: list[Check] | None = None,
 ) -> ConvertResult:
     """Stream the new checkpoint beside OUT, check it, and let it appear only if it holds."""
     plan, converters = calibrated.plan, calibrated.converters
@@ -241,29 +278,65 @@ def _publish(
     shards = plan_shards(checkpoint, new, [name for r in converters for name in r.removed], max_shard_size)
     total = sum(entry_nbytes(entry) for shard in shards for entry in shard.entries.values())
     progress, done = current(), 0  # not in `advance`: that is called in other threads
-    progress.stage(WRITING, total, "B")
+    named = {name: (e.dtype, tuple(e.shape)) for shard in shards for name, e in shard.entries.items()}
+
+    def write(folder: Path) -> list[str]:
+        nonlocal done
+        done = 0
+        progress.stage(WRITING, total, "B")
+        return write_shards(checkpoint, shards, folder, advance)
 
     def advance(nbytes: int) -> None:
         nonlocal done
+        if checking.doubtful and not sure:
+            raise _Doubtful
         done += nbytes
         progress.advance(done)
 
-    with nullcontext(checker) if checker else Checker() as checking, publish(job.out, job.force) as folder:
-        checking.expect(plan.config, plan.source)
-        odd = write_shards(checkpoint, shards, folder, advance)
-        progress.stage("checking")
-        copy_side_files(job.sides, folder)
-        write_config(folder, plan)
-        move_alignment_heads(folder, plan)
-        names = [name for shard in shards for name in shard.entries]
-        checks = [*checking.check(folder, names), *_arch_conversion_checks(job, folder)]
-        if broken := failed(checks):
-            raise CheckpointError(
-                f"the result failed its check: {broken}", where=job.out, fix="nothing was published"
-            )
-        result = _result(job, calibrated, checks, odd)
-        write_manifest(folder, _manifest(result, job, plan), job.out)
-        write_card(folder)
+    sure = False
+    with nullcontext(checker) if checker else Checker() as checking:
+        checking.expect(
+            plan.config,
+            plan.source,
+            named,
+            where=job.source,
+            allow_unchecked=job.allow_unchecked,
+            known=early,
+        )
+        with publish(job.out, job.force) as folder:
+            try:
+                odd = write(folder)
+            except _Doubtful:
+                checking.early()  # which says what is wrong; if nothing is, that process was killed
+                sure = True
+                odd = write(folder)
+            checking.early()
+            return _finish(job, calibrated, shards, folder, checking, odd)
+
+
+def _finish(
+    job: _Job,
+    calibrated: Calibrated,
+    shards: Sequence[Shard],
+    folder: Path,
+    checking: Checker,
+    odd: Sequence[str],
+) -> ConvertResult:
+    """Put everything beside the weights of a folder that is about to be published, and check it."""
+    plan = calibrated.plan
+    current().stage("checking")
+    copy_side_files(job.sides, folder)
+    write_config(folder, plan)
+    move_alignment_heads(folder, plan)
+    names = [name for shard in shards for name in shard.entries]
+    checks = [*checking.check(folder, names), *_arch_conversion_checks(job, folder)]
+    if broken := failed(checks):
+        raise CheckpointError(
+            f"the result failed its check: {broken}", where=job.out, fix="nothing was published"
+        )
+    result = _result(job, calibrated, checks, odd)
+    write_manifest(folder, _manifest(result, job, plan), job.out)
+    write_card(folder)
     return result
 
 
@@ -282,6 +355,8 @@ def _result(job: _Job, calibrated: Calibrated, checks: list[Check], odd: Sequenc
         [
             *plan.warnings,
             *_broken_warnings(odd),
+            *(f"published unchecked, as allowed: {what}" for what in unchecked(checks, plan.config)),
+            *_dropped_warnings(job.dropped),
             *job.sides.warnings(),
             *_notes(job.seen),
             *calibrated.warnings,
@@ -323,6 +398,10 @@ def _broken_warnings(odd: Sequence[str]) -> list[str]:
     return [
         f"NaN or infinity in {listed(sorted(odd))}, as in the source: the model may give no usable output"
     ]
+
+
+def _dropped_warnings(names: Sequence[str]) -> list[str]:
+    return [f"left out, as asked: {listed(sorted(names))}"] if names else []
 
 
 def _notes(seen: Checkpoint) -> list[str]:
@@ -402,5 +481,7 @@ def _manifest(result: ConvertResult, job: _Job, plan: Plan) -> dict[str, Any]:
     }
     if job.keep:
         manifest["keep"] = list(job.keep)
+    if job.dropped:
+        manifest["dropped"] = sorted(job.dropped)
     del manifest["output"]
     return manifest

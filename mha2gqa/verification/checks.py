@@ -7,35 +7,30 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
-import torch
-from torch import Tensor
-
-from .. import heads
-from ..arch_conversion import ArchConvertedCheckpoint, as_architecture
 from ..architectures import find_attention_modules, find_spec, geometry
-from ..checkpoints.ignored_keys import without_ignored
-from ..checkpoints.json_files import read_json
-from ..checkpoints.loading import quiet
-from ..checkpoints.reader import MANIFEST, Checkpoint, open_checkpoint
-from ..errors import Mha2gqaError, reason
-from ..merging import MERGERS, MergeContext
+from ..checkpoints.reader import Checkpoint, open_checkpoint
+from ..errors import Mha2gqaError
 from ..modeling import exported_class, find_export, modeling_file
 from ..results import Result
-from .tiny_random import Check, check_arch_conversion, check_tiny_random, model_class
+from .against import check_against
+from .loads import check_loads
+from .preflight import unchecked
+from .tiny_random import Check, check_tiny_random
 
 
 @dataclass
 class VerifyResult(Result):
-    """Every check made on a folder; `ok` unless one failed."""
+    """Every check made on a folder; `ok` unless one failed, or one that is due could not be made (`unchecked`)."""
 
     command: ClassVar[str] = "verify"
     table: ClassVar[str] = "checks"
     path: str
     checks: list[Check] = field(default_factory=list)
+    unchecked: list[str] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
-        return not failed(self.checks)
+        return not (failed(self.checks) or self.unchecked)
 
 
 def failed(checks: Sequence[Check]) -> str:
@@ -59,7 +54,10 @@ def verify(out: str | Path, *, against: str | Path | None = None, full: bool = F
         checkpoint = open_checkpoint(out)
         checks.append(check_tiny_random(checkpoint.config))
         if against is not None:
-            checks.append(_guard("against source", lambda: _against(checkpoint, open_checkpoint(against))))
+            checks.append(
+                _guard("against source", lambda: check_against(checkpoint, open_checkpoint(against)))
+            )
+        return VerifyResult(str(out), checks, unchecked(checks, checkpoint.config))
     return VerifyResult(str(out), checks)
 
 
@@ -88,7 +86,7 @@ def verify_folder(folder: Path, *, expected: Sequence[str] | None = None, full: 
             same = beside.read_bytes() == modeling_file(export).read_bytes()
             detail = "as this package writes it" if same else "not the file this package writes"
             checks.append(Check("modelling code", True if same else None, f"{export.file} is {detail}"))
-    checks.append(_guard("loads", lambda: _loads(checkpoint)))
+    checks.append(_guard("loads", lambda: check_loads(folder, checkpoint.config)))
     return checks
 
 
@@ -117,52 +115,3 @@ def _finite(checkpoint: Checkpoint) -> Check:
     return Check(
         "finite", not bad, f"NaN or infinity in {', '.join(bad)}" if bad else "every number is finite"
     )
-
-
-def _loads(checkpoint: Checkpoint) -> Check:
-    """A load on the meta device: no tensor may be missing, unexpected or of another shape."""
-    cls = model_class(checkpoint.config)
-    if cls is None:
-        return Check("loads", None, "not checked: no stock class of the installed transformers")
-    try:
-        with quiet():
-            _, info = cls.from_pretrained(checkpoint.path, device_map="meta", output_loading_info=True)
-    except ImportError as error:  # a vision tower that needs a package of its own
-        return Check("loads", None, f"not checked: {str(error).strip().splitlines()[0]}")
-    except Exception as error:  # whatever the class raises, it is this folder that it refuses
-        return Check("loads", False, f"{cls.__name__}: {reason(error)}")
-    found = {**info, "unexpected_keys": without_ignored(info["unexpected_keys"])}
-    wrong = {kind: sorted(map(str, keys)) for kind, keys in found.items() if keys}
-    return Check("loads", not wrong, f"{cls.__name__}: {wrong or 'no missing or unexpected tensor'}")
-
-
-def _against(checkpoint: Checkpoint, source: Checkpoint) -> Check:
-    """Unchanged tensors are byte-equal to the source's; mean and first are recomputed."""
-    manifest = read_json(checkpoint.path / MANIFEST)
-    as_ = manifest.get("reexpression", {}).get("target_type", "none")
-    seen = as_architecture(source, manifest["num_kv_heads"]["after"], as_)
-    if isinstance(seen, ArchConvertedCheckpoint):
-        twin = check_arch_conversion(source.config, seen.found)
-        if twin.ok is False:
-            return twin
-        source = seen
-    spec, modules = find_spec(source.config), find_attention_modules(find_spec(source.config), source.tensors)
-    touched = {name for module in modules for name in module.names.values()}
-    wrong = [n for n in source.tensors if n not in touched and not _same(source.read(n), checkpoint.read(n))]
-    if manifest.get("method") in ("mean", "first") and "uptrain" not in manifest:
-        for module in modules:
-            before = geometry(spec, source.config, module, source.shapes)
-            weights = heads.split(
-                spec, before, {role: source.read(name) for role, name in module.names.items()}
-            )
-            merged = MERGERS[manifest["method"]](
-                weights, manifest["grouping"][module.path], MergeContext(spec, 0)
-            )
-            right = heads.unsplit(spec, merged.weights)
-            wrong += [n for role, n in module.names.items() if not _same(right[role], checkpoint.read(n))]
-    detail = f"differ from what the source gives: {', '.join(wrong[:5])}" if wrong else "as the source gives"
-    return Check("against source", not wrong, f"{len(wrong)} tensors {detail}" if wrong else detail)
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)

@@ -18,7 +18,7 @@ from ..arch_conversion import ArchConversion
 from ..arch_conversion import plan as plan_reexpression
 from ..architectures import AttentionSpec, find_attention_modules, find_spec, geometry, lookup
 from ..checkpoints.hf_config import is_encoder_decoder
-from ..checkpoints.loading import quiet
+from ..checkpoints.loading import loading_class, quiet
 from ..errors import Mha2gqaError
 from ..merging import MERGERS, MergeContext
 from ..modeling import exported_class, find_export
@@ -34,6 +34,19 @@ _SMALL = {
 }  # fmt: skip
 _WIDTHS = ("hidden_size", "d_model", "n_embd")
 _ENCODER_LAYERS = ("num_layers", "encoder_layers")  # beside the spec's own key
+KERNELS = (
+    "attn_implementation", "_attn_implementation", "_attn_implementation_internal",
+    "experts_implementation", "_experts_implementation", "_experts_implementation_internal",
+)  # fmt: skip
+CODE = ("auto_map", "architectures")
+TWIN = "twin oracles"
+# Types of which transformers cannot build or run a small model of the text model alone.
+NO_TWIN = frozenset({
+    "blt", "canary", "cohere_asr", "deepseek_ocr2", "dia", "diffusion_gemma", "emu3", "ernie4_5_vl_moe", "gemma3n",
+    "gemma3n_text", "granite4_vision", "kyutai_speech_to_text", "mllama", "paddleocr_vl", "pi0",
+    "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker", "step3p7", "t5gemma", "t5gemma2", "unlimited_ocr",
+    "voxtral_realtime", "zamba",
+})  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -57,15 +70,46 @@ def _unbuildable() -> tuple[type[Exception], ...]:
 
 
 def model_class(config: Mapping[str, Any]) -> Any:
-    """The class named by the config: stock or exported by us; None for any other code."""
+    """The class of transformers that holds a checkpoint, or the one exported by us; None where there is none.
+
+    The one that the config names, if it is of the config's model type; else the one that transformers takes for
+    that type. So a config that names code of its own, or nothing, is held against the stock class all the same.
+    """
     import transformers
 
     if (exported := exported_class(config)) is not None:
         return exported
-    if "auto_map" in config:
+    kind, names = config.get("model_type"), config.get("architectures")
+    for name in names if isinstance(names, list) else ():
+        found = getattr(transformers, name, None) if isinstance(name, str) else None
+        own = getattr(getattr(found, "config_class", None), "model_type", None)
+        if found is not None and own == kind:
+            return found
+    return _usual_class(config)
+
+
+def _usual_class(config: Mapping[str, Any]) -> Any:
+    """The class that the auto classes take for a model type; None where they know none."""
+    from transformers import CONFIG_MAPPING
+
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         return None
-    names = config.get("architectures") or []
-    return next((getattr(transformers, name) for name in names if hasattr(transformers, name)), None)
+    named = {key: value for key, value in config.items() if key not in CODE}
+    found = loading_class(named)._model_mapping.get(CONFIG_MAPPING[kind], None)
+    return found[0] if isinstance(found, tuple) else found
+
+
+def of_own_code(config: Mapping[str, Any]) -> bool:
+    """Whether a config names code of its own to be loaded with, which is not ours."""
+    return "auto_map" in config and exported_class(config) is None
+
+
+def neutral(value: Any) -> Any:
+    """A part of a raw config without what chooses kernels or code: it must not choose what is checked."""
+    if isinstance(value, Mapping):
+        return {key: neutral(part) for key, part in value.items() if key not in (*KERNELS, *CODE)}
+    return [neutral(part) for part in value] if isinstance(value, list) else value
 
 
 def _stock_class(config: Mapping[str, Any], source: Mapping[str, Any]) -> Any:
@@ -80,7 +124,7 @@ def _stock_class(config: Mapping[str, Any], source: Mapping[str, Any]) -> Any:
 
 def twin_config(spec: AttentionSpec, config: Mapping[str, Any]) -> dict[str, Any]:
     """The (text) config with its head counts kept and everything else made small."""
-    text = json.loads(json.dumps(spec.text_config(config)))
+    text = json.loads(json.dumps(neutral(spec.text_config(config))))
     encoder_decoder = is_encoder_decoder(text)
     num_heads, layers = lookup(text, spec.heads_key), text.get(spec.layers_key)
     if (own := width(replace(spec, config_path=()), text)) > 0:
@@ -112,11 +156,10 @@ def check_tiny_random(config: Mapping[str, Any], source: Mapping[str, Any] | Non
         config: Raw config of the converted checkpoint.
         source: Raw config of the source; the same where only one model is at hand.
     """
-    name = "twin oracles"
     source = config if source is None else source
     cls, wide_cls = model_class(config), _stock_class(config, source)
     if cls is None or wide_cls is None:
-        return Check(name, None, "not checked: no stock class of the installed transformers")
+        return Check(TWIN, None, "not checked: no stock class of the installed transformers")
     spec = find_spec(config)
     if (wide := wideness(spec, config, source)) > 1:
         return _check_wide(cls, config, source, wide)
@@ -129,16 +172,16 @@ def check_tiny_random(config: Mapping[str, Any], source: Mapping[str, Any] | Non
             _run(twin[2], inputs)
     except _unbuildable() as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        return Check(name, None, f"not checked: no small twin of {cls.__name__} can be run ({reason})")
+        return Check(TWIN, None, f"not checked: no small twin of {cls.__name__} can be run ({reason})")
     try:
         return _oracles(few, many, inputs)
     except Mha2gqaError as error:
-        return Check(name, False, str(error))
+        return Check(TWIN, False, str(error))
 
 
 def _check_wide(cls: Any, config: Mapping[str, Any], source: Mapping[str, Any], wide: int) -> Check:
     """`check_tiny_random` where the result's heads are wider than the source's."""
-    name, spec = "twin oracles", find_spec(config)
+    name, spec = TWIN, find_spec(config)
     groups = wide * lookup(spec.text_config(config), spec.kv_heads_keys[0])
     turned = frequency_difference(spec, config, source, wide)
     if turned > 1e-5:
@@ -298,7 +341,7 @@ def _oracles(few: Twin, many: Twin, inputs: Mapping[str, Tensor]) -> Check:
         for role, x in heads.unsplit(wide_spec, pooled).items():
             if role in tensors and not torch.equal(x, tensors[role]):
                 return Check(
-                    "twin oracles",
+                    TWIN,
                     False,
                     f"identical heads do not pool to themselves in {module.names[role]}",
                 )
@@ -306,7 +349,7 @@ def _oracles(few: Twin, many: Twin, inputs: Mapping[str, Tensor]) -> Check:
     a, b = _run(narrow, inputs), _run(wide, inputs)
     difference = float((a - b).abs().max() / b.std().clamp_min(1e-12))
     return Check(
-        "twin oracles",
+        TWIN,
         bool(modules) and difference <= 1e-4,
         f"expanded and grouped outputs differ by {difference:.1e} of their spread",
     )

@@ -1,0 +1,187 @@
+"""Checks are made before the work, say the same everywhere, and no config switches them off."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import pico_llama, word_tokenizer
+from safetensors.torch import load_file, save_file
+from training import write_text
+
+import mha2gqa
+from mha2gqa.cli.commands import cli
+from mha2gqa.errors import CheckpointError, Mha2gqaError, UnsupportedModelError, UsageError
+
+HEAD = {"v_head.summary.weight": torch.ones(1, 32), "v_head.summary.bias": torch.zeros(1)}
+
+
+def edit(folder: Path, **changes: Any) -> Path:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return folder
+
+
+def with_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> Path:
+    state = load_file(folder / "model.safetensors")
+    change(state)
+    save_file(state, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def refusals(source: Path, out: Path, **options: Any) -> set[str]:
+    """What plan, convert and a calibrated convert say; nothing is read, written or left."""
+    before = sorted(out.parent.iterdir())
+    said = set()
+    text = write_text(out.parent.parent / "text.jsonl", documents=20)
+    for call in (
+        lambda: mha2gqa.plan(source, groups=2, **options),
+        lambda: mha2gqa.convert(source, out, 2, **options),
+        lambda: mha2gqa.convert(source, out, 2, calibration=str(text), **options),
+    ):
+        with pytest.raises(Mha2gqaError) as caught:
+            call()
+        said.add(f"{caught.value.exit_code}: {caught.value}".replace(f"{source}: ", ""))
+    assert sorted(out.parent.iterdir()) == before
+    return said
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    folder = tmp_path / "in" / "source"
+    pico_llama().save_pretrained(folder)
+    word_tokenizer(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("change", "config", "said"),
+    [
+        (lambda s: s.update(HEAD), {}, "unknown to the class: v_head.summary.bias, v_head.summary.weight"),
+        (lambda s: s.pop("model.norm.weight"), {}, "missing: model.norm.weight"),
+        (lambda s: s.pop("lm_head.weight"), {}, "missing: lm_head.weight"),
+        (lambda s: None, {"intermediate_size": 99}, "of another shape: model.layers.0.mlp.down_proj.weight"),
+        (lambda s: None, {"vocab_size": 60}, "model.embed_tokens.weight [64, 32], the config needs [60, 32]"),
+    ],
+)
+def test_the_class_is_asked_before_the_work(
+    source: Path,
+    tmp_path: Path,
+    change: Callable[[dict[str, torch.Tensor]], None],
+    config: dict[str, Any],
+    said: str,
+) -> None:
+    edit(with_tensors(source, change), **config)
+    (line,) = refusals(source, tmp_path / "in" / "out")
+    assert line.startswith("1: ") and said in line
+
+
+@pytest.mark.parametrize(
+    "switch",
+    [
+        {"auto_map": {"AutoModel": "x.y"}},
+        {"auto_map": {"AutoModelForCausalLM": "x.My"}, "architectures": ["My"]},
+        {"architectures": []},
+        {"architectures": None},
+        {"architectures": ["BertModel"]},
+        {"attn_implementation": "flash_attention_2"},
+        {"_attn_implementation": "kernels-community/none"},
+    ],
+)
+def test_no_word_of_a_config_switches_checks_off(
+    source: Path, tmp_path: Path, switch: dict[str, Any]
+) -> None:
+    edit(source, **switch)
+    result = mha2gqa.convert(source, tmp_path / "right", 2)
+    assert [check.ok for check in result.verification] == [True] * 5
+    assert mha2gqa.verify(tmp_path / "right").ok
+    edit(source, intermediate_size=99)
+    (line,) = refusals(source, tmp_path / "in" / "out")
+    assert "of another shape" in line
+    edit(tmp_path / "right", intermediate_size=99)
+    assert not mha2gqa.verify(tmp_path / "right").ok
+
+
+def test_what_cannot_be_checked_is_refused_unless_allowed(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mha2gqa.verification.loads.model_class", lambda _: None)
+    (line,) = refusals(source, tmp_path / "in" / "out")
+    assert line.startswith("2: ") and "--allow-unchecked" in line
+    assert any(
+        "cannot be checked" in w for w in mha2gqa.plan(source, groups=2, allow_unchecked=True).warnings
+    )
+    result = mha2gqa.convert(source, tmp_path / "out", 2, allow_unchecked=True)
+    (told,) = [w for w in result.warnings if "unchecked" in w]
+    assert told in json.loads((tmp_path / "out" / "mha2gqa.json").read_text())["warnings"]
+    checked = mha2gqa.verify(tmp_path / "out")
+    assert not checked.ok and "no class for models of type 'llama'" in checked.unchecked[0]
+    with pytest.raises(CheckpointError, match="could not be checked"):
+        cli.main(["verify", str(tmp_path / "out")], standalone_mode=False, obj={})
+
+
+def test_code_of_its_own_may_hold_more_where_that_is_allowed(source: Path, tmp_path: Path) -> None:
+    edit(with_tensors(source, lambda s: s.update(HEAD)), auto_map={"AutoModelForCausalLM": "x.My"})
+    (line,) = refusals(source, tmp_path / "in" / "out")
+    assert "names code of its own" in line
+    result = mha2gqa.convert(source, tmp_path / "out", 2, allow_unchecked=True)
+    assert any("unchecked" in w for w in result.warnings)
+    assert "v_head.summary.bias" in load_file(tmp_path / "out" / "model.safetensors")
+
+
+def test_extra_tensors_are_left_out_by_name(source: Path, tmp_path: Path) -> None:
+    with_tensors(source, lambda s: s.update(HEAD))
+    assert mha2gqa.plan(source, groups=2, drop_extra=["v_head.*"]).groups == 2
+    result = mha2gqa.convert(source, tmp_path / "out", 2, drop_extra=["v_head.*"])
+    assert result.warnings[0] == "left out, as asked: v_head.summary.bias, v_head.summary.weight"
+    assert not [name for name in load_file(tmp_path / "out" / "model.safetensors") if "v_head" in name]
+    assert mha2gqa.verify(tmp_path / "out", against=source).ok
+    with pytest.raises(UsageError, match="names no tensor"):
+        mha2gqa.convert(source, tmp_path / "no", 2, drop_extra=["w_head.*"])
+    with pytest.raises(CheckpointError, match=r"missing: model\.norm\.weight"):
+        mha2gqa.convert(source, tmp_path / "no", 2, drop_extra=["v_head.*", "model.norm.weight"])
+    with pytest.raises(CheckpointError, match="--drop-extra"):
+        mha2gqa.evaluate(source, str(write_text(tmp_path / "t.jsonl", documents=3)), window=16)
+
+
+def test_a_package_that_is_missing_is_no_pass(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def absent(*_: Any) -> Any:
+        raise ImportError("needs timm\nmore")
+
+    monkeypatch.setattr("mha2gqa.verification.loads._loading_info", absent)
+    with pytest.raises(UnsupportedModelError, match="needs timm"):
+        mha2gqa.convert(source, tmp_path / "out", 2)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("num_kv_heads", None), ("num_kv_heads", "aaaa"), ("num_kv_heads", {"after": "2"}),
+        ("num_kv_heads", {"after": -1}), ("reexpression", "x"), ("reexpression", {"target_type": 3}),
+        ("grouping", []), ("grouping", {}), ("grouping", {"model.layers.0.self_attn": [[0, 99]]}),
+        ("grouping", {"model.layers.0.self_attn": "x"}),
+    ],
+)  # fmt: skip
+def test_a_manifest_is_read_as_anybody_may_have_written_it(
+    source: Path, tmp_path: Path, key: str, value: Any
+) -> None:
+    mha2gqa.convert(source, tmp_path / "out", 2)
+    place = tmp_path / "out" / "mha2gqa.json"
+    place.write_text(json.dumps(json.loads(place.read_text()) | {key: value}))
+    found = mha2gqa.verify(tmp_path / "out", against=source)
+    (check,) = [check for check in found.checks if check.name == "against source"]
+    assert check.ok is False and f"no usable {key}" in check.detail
+
+
+def test_verify_against_sees_a_tensor_that_is_gone(source: Path, tmp_path: Path) -> None:
+    mha2gqa.convert(source, tmp_path / "out", 2)
+    assert mha2gqa.verify(tmp_path / "out", against=source).ok
+    with_tensors(tmp_path / "out", lambda s: s.update({"model.norm.weight": s["model.norm.weight"] + 1}))
+    checks = mha2gqa.verify(tmp_path / "out", against=source).checks
+    assert "1 tensors differ" in checks[-1].detail and "model.norm.weight" in checks[-1].detail

@@ -7,7 +7,7 @@ JOBS ?= 2
 export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: demo test lint docs-reference format docs pages faults archs oracles bench real engines engines-vllm clean
+.PHONY: demo test lint docs-reference format docs pages faults fuzz fuzz-long kills kills-long archs oracles bench real engines engines-vllm clean
 
 $(VENV)/.installed: pyproject.toml constraints-cpu.txt
 	$(PYTHON) -m venv $(VENV)
@@ -47,6 +47,22 @@ pages: $(VENV)/.installed
 # The public faults of the field, one test each.
 faults: $(VENV)/.installed
 	$(BIN)/python -m pytest -n $(JOBS) tests/test_faults*.py
+
+# Inputs that no program expects, numbered: 8,000 of them, or any range. With OUT the ranges add up in that file.
+FROM ?= 8000
+TO ?= 208000
+fuzz: $(VENV)/.installed
+	$(BIN)/python tests/fuzz/run.py --from 0 --to 8000 --jobs $(JOBS)
+
+fuzz-long: $(VENV)/.installed
+	$(BIN)/python tests/fuzz/run.py --from $(FROM) --to $(TO) --jobs $(JOBS) --out benchmarks/results/fuzz.json --faults build/faults
+
+# Commands killed before events of the file system, met by signals and by full disks; the long form at every event.
+kills: $(VENV)/.installed
+	$(BIN)/python tests/kills/run.py --short --jobs $(JOBS)
+
+kills-long: $(VENV)/.installed
+	$(BIN)/python tests/kills/run.py --jobs $(JOBS) --out benchmarks/results/kills.json
 
 # Every architecture of the table, with its real class, converted and fitted (a quarter of an hour on two cores).
 archs: $(VENV)/.installed

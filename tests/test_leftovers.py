@@ -65,7 +65,9 @@ def test_a_tensor_that_is_no_buffer_is_still_too_many(tmp_path: Path) -> None:
     source = with_tensors(tmp_path / "in", {"transformer.h.0.attn.typo.weight": torch.ones(2)} | MASKS)
     with pytest.raises(CheckpointError, match=r"1 unexpected: transformer\.h\.0\.attn\.typo\.weight;"):
         load_model(source, device="cpu")
-    with pytest.raises(CheckpointError, match=r"unknown to the class: transformer\.h\.0\.attn\.typo\.weight;"):
+    with pytest.raises(
+        CheckpointError, match=r"unknown to the class: transformer\.h\.0\.attn\.typo\.weight;"
+    ):
         convert(source, tmp_path / "out", 2)
     assert not (tmp_path / "out").exists()
     learned = ["model.decoder.embed_positions.weight", "h.0.attn.c_attn.bias"]

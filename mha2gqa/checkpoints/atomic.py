@@ -35,6 +35,26 @@ def replacing(path: Path) -> Iterator[Path]:
         raise
 
 
+@contextmanager
+def writing_to(path: Path) -> Iterator[None]:
+    """Name what cannot be written, and what to do.
+
+    Args:
+        path: What is written inside the block, where the system names no file.
+
+    Raises:
+        CheckpointError: It cannot be written.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot be written ({error.strerror or error})",
+            where=error.filename or path,
+            fix="free space or fix permissions, and run the same command again",
+        ) from error
+
+
 def write_json(path: Path, value: Any) -> None:
     """Write JSON so that the file is there whole or not at all.
 

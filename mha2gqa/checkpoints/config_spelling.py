@@ -66,7 +66,7 @@ def _older_rope(config: Mapping[str, Any]) -> dict[str, Any]:
 def _older_keys(parameters: Mapping[str, Any]) -> dict[str, Any]:
     keys = {key: parameters[key] for key in ("rope_theta", "partial_rotary_factor") if key in parameters}
     scaling = {key: value for key, value in parameters.items() if key not in keys}
-    kinds = {scaling.get(key, "default") for key in ("rope_type", "type")}
+    kinds = [scaling.get(key, "default") for key in ("rope_type", "type")]
     # Stated where there is none, too: some classes take a scaling for granted.
-    plain = kinds == {"default"} and not set(scaling) - {"rope_type", "type"}
+    plain = kinds == ["default"] * 2 and not set(scaling) - {"rope_type", "type"}
     return keys | {"rope_scaling": None if plain else scaling}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import json
 import logging
 import os
 import shutil
@@ -13,12 +14,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..errors import CheckpointError, UsageError, quoted
-from .atomic import sync_folder
+from .atomic import FileLock, sync_folder, write_json
 from .manifest import MANIFEST
 
 logger = logging.getLogger(__name__)
 
 PARTIAL, REPLACED = ".partial-", ".replaced-"  # and the id of the process
+WORK = (".convert", ".uptrain")  # ends of the names of folders that unfinished runs go on with
+PUBLISHED = "published"  # file in such a folder: which folder its result is
 _SUFFIX = len(PARTIAL) + 24  # bytes that a name needs beyond OUT's own while it is being made
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of renameat2(2)
 _NO_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM)
@@ -48,6 +51,7 @@ def check_output(source: Path | None, out: Path, force: bool) -> None:
         raise UsageError("is a file", where=out, fix="choose another output folder")
     _check_parent(out)
     restore(out)
+    remove_finished_work(out)
     if out.is_dir() and any(out.iterdir()):
         if not force:
             raise UsageError(
@@ -148,6 +152,26 @@ def remove_leftovers(out: Path) -> list[str]:
     return gone
 
 
+def remove_finished_work(out: Path) -> None:
+    """Remove the folder of a run whose result was published just before it was killed, and say so."""
+    for kind in WORK:
+        work = out.with_name(out.name + kind)
+        try:
+            made = json.loads((work / PUBLISHED).read_text(encoding="utf-8"))
+            finished = made == _identity(out) and FileLock(work / "lock").acquire()
+        except (OSError, ValueError, RecursionError):
+            continue
+        if finished:
+            shutil.rmtree(work, ignore_errors=True)
+            logger.warning("removed %s: its result is %s", work.name, out)
+
+
+def _identity(folder: Path) -> list[int]:
+    """What a folder keeps when it gets another name."""
+    status = folder.stat()
+    return [status.st_dev, status.st_ino]
+
+
 def _literal(name: str) -> str:
     """`name` as a pattern that matches it alone."""
     return "".join(f"[{c}]" if c in "*?[" else c for c in name)
@@ -218,7 +242,7 @@ def _locked_folder(out: Path, kind: str) -> tuple[Path, int]:
 
 
 @contextmanager
-def publish(out: Path, force: bool = False) -> Iterator[Path]:
+def publish(out: Path, force: bool = False, work: Path | None = None) -> Iterator[Path]:
     """A folder beside `out` to fill; it becomes `out` in one step if the block ends well, else it goes.
 
     A killed process leaves at most a folder called `OUT.partial-…`, which the next run removes, never a
@@ -227,6 +251,7 @@ def publish(out: Path, force: bool = False) -> Iterator[Path]:
     Args:
         out: The folder to make.
         force: Replace what is there.
+        work: Folder of the run that makes it, to be removed once `out` is there, by the next run if need be.
 
     Raises:
         CheckpointError: The disk does not take it; nothing is published.
@@ -236,6 +261,8 @@ def publish(out: Path, force: bool = False) -> Iterator[Path]:
         try:
             yield partial
             sync_folder(partial)
+            if work is not None and work.is_dir():
+                write_json(work / PUBLISHED, _identity(partial))
             _appear(partial, out, force)
         except OSError as error:
             raise _unwritable(out, error) from error

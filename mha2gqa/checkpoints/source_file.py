@@ -121,6 +121,8 @@ class SourceFile:
         try:
             now = _Identity.of(self.path.stat())
             same = now == self._identity == _Identity.of(os.fstat(self.fileno()))
+        except FileNotFoundError as error:
+            raise CheckpointError("is gone since it was opened", where=self.path, fix=_FIX) from error
         except OSError:
             same = False
         if same:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+from ..checkpoints.atomic import writing_to
 from ..checkpoints.fingerprints import source_fingerprint, source_fingerprints
 from ..checkpoints.hf_config import load_config_json
 from ..config import Recipe, load_recipe, recipe_from_dict
@@ -159,8 +160,9 @@ class Job:
     def run(self) -> RunResult:
         """All stages, then the report and the gate."""
         self.records.expected = 2 if self.recipe.uptrain is None else 4
-        self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / "recipe.yaml").write_text(self.recipe.to_yaml(), encoding="utf-8")
+        with writing_to(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / "recipe.yaml").write_text(self.recipe.to_yaml(), encoding="utf-8")
         outcome = Outcome(self.recipe, self.source, convert=self.convert())
         outcome.add(self.evaluate("evaluate", {"original": self.source, "converted": str(self.converted)}))
         if self.recipe.uptrain is not None:
@@ -169,7 +171,8 @@ class Job:
             outcome.add(self.evaluate("evaluate-uptrained", models))
         report = build_report(outcome, command())
         final = self.converted if self.recipe.uptrain is None else self.uptrained
-        written = write_report(report, self.folder, self.recipe.report.formats, card=final)
+        with writing_to(self.folder):
+            written = write_report(report, self.folder, self.recipe.report.formats, card=final)
         result = RunResult(
             str(self.folder),
             self.records.stages,

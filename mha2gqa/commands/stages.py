@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..checkpoints.atomic import replacing
+from ..checkpoints.atomic import replacing, writing_to
 from ..checkpoints.fingerprints import source_fingerprint
 from ..distributed import is_rank_zero
 from ..errors import UsageError
@@ -121,11 +121,12 @@ class StageRecords:
         )
 
     def _write(self, name: str, inputs: Mapping[str, Any], result: Any, product: Path | None) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
         made = None if product is None else source_fingerprint(str(product))
         text = json.dumps({"inputs": inputs, "product": made, "result": result}, indent=1, ensure_ascii=False)
-        with replacing(self._path(name)) as partial:
-            partial.write_text(text + "\n", encoding="utf-8")
+        with writing_to(self._path(name)):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with replacing(self._path(name)) as partial:
+                partial.write_text(text + "\n", encoding="utf-8")
 
     def _await(self, name: str, inputs: Mapping[str, Any], product: Path | None) -> dict[str, Any]:
         while True:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from ..architectures.arch_conversions import differs_for_mqa
+from ..checkpoints.atomic import writing_to
 from ..checkpoints.hf_config import load_config_json
 from ..config import Recipe
 from ..config.convert import Method
@@ -142,8 +143,9 @@ class _Sweep:
 
     def run(self) -> SweepResult:
         """All cells, then the report."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / "recipe.yaml").write_text(self.recipe.to_yaml(), encoding="utf-8")
+        with writing_to(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / "recipe.yaml").write_text(self.recipe.to_yaml(), encoding="utf-8")
         source = resolve_model(self.recipe.source)
         base = self._job(self.recipe, "original")
         first = base.evaluate("evaluate", {"original": source})

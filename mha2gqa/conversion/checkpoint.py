@@ -303,7 +303,7 @@ def _publish(
             allow_unchecked=job.allow_unchecked,
             known=early,
         )
-        with publish(job.out, job.force) as folder:
+        with publish(job.out, job.force, calibrated.work.root if calibrated.work else None) as folder:
             try:
                 odd = write(folder)
             except _Doubtful:

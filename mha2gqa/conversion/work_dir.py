@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from .. import distributed
-from ..checkpoints.atomic import FileLock, replacing, write_json
+from ..checkpoints.atomic import FileLock, replacing, write_json, writing_to
 from ..errors import CheckpointError, UsageError
 
 MOMENTS = "moments."  # tensors of a block's file beside its weights
@@ -77,8 +77,9 @@ class WorkDir:
     def _open(self, options: Mapping[str, Any], restart: bool) -> None:
         known = self.root / "run.json"
         found = self.root.exists()
-        self.root.mkdir(parents=True, exist_ok=True)
-        self._take_lock()
+        with writing_to(self.root):
+            self.root.mkdir(parents=True, exist_ok=True)
+            self._take_lock()
         if found:
             before, keys = _flat(_read_keys(known)), _flat(options)
             changed = sorted(k for k in before.keys() | keys.keys() if before.get(k) != keys.get(k))

@@ -123,6 +123,7 @@ def publish_trained(
     *,
     force: bool = False,
     adapter: Path | None = None,
+    work: Path | None = None,
 ) -> None:
     """Write OUT, whole or not at all.
 
@@ -134,6 +135,7 @@ def publish_trained(
         manifest: What becomes `mha2gqa.json`.
         force: Replace a folder of ours.
         adapter: A folder to keep beside the merged weights, as `OUT/adapter`.
+        work: The run's folder, where it goes once OUT is there.
 
     Raises:
         CheckpointError: Not finite, not fitting the config, or no space.
@@ -141,7 +143,7 @@ def publish_trained(
     stored = named_as_stored(model, state, source)
     sides = find_side_files(source.path, source.config)
     check_space(out, source.nbytes)
-    with publish(out, force) as folder:
+    with publish(out, force, work) as folder:
         write_shards(source, plan_shards(source, replacements(stored, source)), folder)
         copy_side_files(sides, folder)
         config = source.path / "config.json"

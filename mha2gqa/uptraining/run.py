@@ -258,6 +258,7 @@ def _publish(run: PreparedRun, trained: TrainingRun, result: UptrainResult, run_
     config, source = run.config, run.source
     assert source is not None and trained.state is not None
     manifest = manifest_with(source, config.model, result.to_dict() | {"recipe": dict(run.keys)})
+    logs = (run_dir.root / "runs").is_dir()  # of a tracker: they are moved once OUT is there
     with whole_models(trained.trainer.args):
         publish_trained(
             trained.model,
@@ -267,6 +268,7 @@ def _publish(run: PreparedRun, trained: TrainingRun, result: UptrainResult, run_
             manifest,
             force=config.force,
             adapter=trained.adapter,
+            work=None if config.keep_checkpoints or logs else run_dir.root,
         )
     if not config.keep_checkpoints:
         run_dir.keep_logs()

@@ -14,7 +14,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from ..checkpoints.atomic import FileLock, write_json
+from ..checkpoints.atomic import FileLock, write_json, writing_to
 from ..checkpoints.fingerprints import file_fingerprint
 from ..checkpoints.json_files import read_json
 from ..config.option import declared
@@ -142,8 +142,9 @@ class RunDirectory:
             raise UsageError(
                 "is in the way and is not an uptraining run", where=self.root, fix="choose another OUT"
             )
-        self.root.mkdir(parents=True, exist_ok=True)
-        self.hold()
+        with writing_to(self.root):
+            self.root.mkdir(parents=True, exist_ok=True)
+            self.hold()
         write_json(self.recipe, keys)
         return False
 

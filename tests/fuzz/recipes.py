@@ -158,7 +158,8 @@ def number(rng: Random, room: Room) -> Trial:
 
 def count(rng: Random, room: Room) -> Trial:
     """A count such as `1.4T`, held against decimal arithmetic."""
-    from mha2gqa.config import OptionError, parse_count
+    from mha2gqa.config import parse_count
+    from mha2gqa.config.coerce import Invalid
 
     del room
     shown = rng.choice(NUMBERS) if rng.random() < 0.4 else _count(rng)
@@ -168,7 +169,7 @@ def count(rng: Random, room: Room) -> Trial:
         right = exact(shown)
         return "" if right is None or right == found else f"{found} where it is {right}"
 
-    return Trial("count", shown[:40], run, {}, (OptionError,))
+    return Trial("count", shown[:40], run, {}, (Invalid,))
 
 
 def _count(rng: Random) -> str:

@@ -163,7 +163,9 @@ def load_statistics(path: str | Path) -> Statistics:
                 modules[key] = SecondMoments(
                     found["inputs"], found.get("mixed"), found.get("queries"), flags["tokens"], flags["cross"]
                 )
-    except (OSError, SafetensorError, KeyError, ValueError) as error:
+    except (
+        OSError, SafetensorError, KeyError, ValueError, TypeError, AttributeError, IndexError, RecursionError
+    ) as error:  # fmt: skip  # whatever its header holds
         raise UsageError(
             f"not a statistics file of ours ({str(error) or type(error).__name__})",
             where=f"--statistics {path}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 import sys
 import zipfile
@@ -20,6 +21,7 @@ from .source_file import SourceFile
 
 _WRAPPED = ("state_dict", "model_state_dict", "model", "module")  # what training scripts call the weights
 _FIX = "save the model as safetensors first"
+_STORAGE = re.compile(r"[^/]+/data/\d+")  # the record of a storage
 _LOCAL = struct.Struct("<26xHH")  # a record's own header: lengths of its name and of its extra field
 
 
@@ -163,9 +165,19 @@ def _records(file: SourceFile) -> tuple[dict[int, int], bytes]:
             f"not readable ({reason(error, 100)})", where=file.path, fix="download it again"
         ) from error
     found = {}
+    names = [info.orig_filename for info in infos]
     for info in infos:
         head = bytearray(_LOCAL.size)
         file.read_into(memoryview(head), info.header_offset)
-        name, extra = _LOCAL.unpack(head)
-        found[info.header_offset + _LOCAL.size + name + extra] = info.file_size
+        length, extra = _LOCAL.unpack(head)
+        begin = info.header_offset + _LOCAL.size
+        name = file.read(begin, length).decode("utf-8", "replace")
+        if name != info.orig_filename or names.count(name) > 1:
+            raise CheckpointError(
+                f"its records contradict its directory ({quoted(name)})",
+                where=file.path,
+                fix="download it again",
+            )
+        if _STORAGE.fullmatch(name):
+            found[begin + length + extra] = info.file_size
     return found, order

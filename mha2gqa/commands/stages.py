@@ -114,7 +114,7 @@ class StageRecords:
     def _read(self, name: str) -> dict[str, Any] | None:
         try:
             record = json.loads(self._path(name).read_text(encoding="utf-8"))
-        except (FileNotFoundError, ValueError):
+        except (FileNotFoundError, ValueError, RecursionError):
             return None
         return (
             record if isinstance(record, dict) and {"inputs", "result", "product"} <= record.keys() else None

@@ -198,6 +198,6 @@ def _read_keys(path: Path) -> dict[str, Any]:
     """The options of an earlier run; none where the file is missing or damaged."""
     try:
         keys = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return keys if isinstance(keys, dict) else {}

@@ -229,7 +229,7 @@ def read_groupings(path: str | Path, modules: Mapping[str, tuple[int, int]]) -> 
     """
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(
             f"cannot be read as JSON ({error})",
             where=f"--grouping {path}",

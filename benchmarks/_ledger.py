@@ -34,13 +34,10 @@ def record(path: Path) -> dict[str, Any]:
     entries = {entry["key"]: entry for entry in lines if "error" not in entry}
     table = [entry for entry in entries.values() if entry["part"] == "valid"]
     original = next(entry for entry in table if entry["start"] == "original" and "objective" not in entry)
-    runs: list[dict[str, Any]] = []
-    rows = []
-    for entry in table:
-        run = {"code": entry["code"], "hardware": {"gpu": entry["gpu"]}, "versions": {}}
-        if run not in runs:
-            runs.append(run)
-        rows.append(_row(entry, entries) | {"run": runs.index(run), "gap": entry["loss"] - original["loss"]})
+    # One table for all cards and states of the code: a ledger is filled over months, and its lines name both.
+    cards = " and ".join(sorted({entry["gpu"] for entry in table}))
+    runs = [{"hardware": {"gpu": cards}, "versions": {}}]
+    rows = [_row(entry, entries) | {"run": 0, "gap": entry["loss"] - original["loss"]} for entry in table]
     return {
         "model": original["model"],
         "num_kv_heads": original["groups"],
@@ -61,6 +58,10 @@ def _row(entry: dict[str, Any], entries: dict[str, dict[str, Any]]) -> dict[str,
     variant = VARIANTS.get(entry.get("fit", ""), entry.get("fit", ""))
     if entry.get("text"):
         variant += f"+{entry['text']}" if entry["text"] != "calibration" else ""
+    if entry.get("wide", 1) > 1:
+        start += f", wide heads R={entry['wide']}"
+    if entry.get("cache"):
+        start += f", {entry['cache']} cache"
     row = {key: entry[key] for key in KEPT if key in entry}
     row |= {
         "stage": "uptrain" if entry.get("objective") else "convert",

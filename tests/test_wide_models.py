@@ -8,10 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from architecture_proofs import make_every_weight_matter
-from conftest import pico_llama
+from conftest import pico_llama, word_tokenizer
 from pico_models import HEADS, model_class, pico_config, pico_inputs
+from reexpressed_picos import ROUTES, save_source
 from safetensors.torch import load_file
+from test_calibrated_fits import write_text
+from walk_worker import OPTIONS
 
 import mha2gqa
 from mha2gqa.architectures import (
@@ -28,6 +32,7 @@ from mha2gqa.architectures.registry import SUPPORTED
 from mha2gqa.checkpoints.reader import edit_config
 from mha2gqa.commands.estimate import plan
 from mha2gqa.commands.export import FORMATS, export
+from mha2gqa.conversion.work_dir import WorkDir
 from mha2gqa.errors import UnsupportedModelError, UsageError
 from mha2gqa.heads import split, unsplit, widen
 from mha2gqa.reconstruct import ReconstructConfig
@@ -292,3 +297,55 @@ def test_export_refuses_wide_heads(pico: Path, tmp_path: Path, to: Any) -> None:
     with pytest.raises(UnsupportedModelError, match="a factor for each rotary pair"):
         export(tmp_path / "out", tmp_path / "exported", to)
     assert not (tmp_path / "exported").exists()
+
+
+@pytest.mark.parametrize("name", ["gpt_neox", "gpt_neox-sequential", "gptj"])
+@torch.no_grad()
+def test_models_written_as_another_type_become_wide(name: str, tmp_path: Path) -> None:
+    model = save_source(name, tmp_path / "source")  # partial rotary; interleaved in GPT-J
+    heads = getattr(model.config, "num_attention_heads", None) or model.config.n_head
+    made = mha2gqa.convert(tmp_path / "source", tmp_path / "out", heads, wide=2)
+    assert made.num_kv_heads == {"before": heads, "after": heads // 2}
+    assert made.reexpression["target_type"] == ROUTES[name][3]
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    new = getattr(transformers, config["architectures"][0]).from_pretrained(tmp_path / "out").eval()
+    right = logits(model, IDS)
+    assert float((logits(new, IDS) - right).abs().max() / right.std()) <= 1e-4
+
+
+@torch.no_grad()
+def test_a_text_model_inside_another_becomes_wide() -> None:
+    raw = raw_config(pico_config("llava"))
+    raw["text_config"]["num_key_value_heads"] = 4
+    model = build(model_class("llava"), raw)
+    make_every_weight_matter(model)
+    wide = placed(model, raw, 2)
+    assert (wide.config.text_config.num_key_value_heads, wide.config.text_config.head_dim) == (2, 16)
+    right, got = logits(model, IDS), logits(wide, IDS)
+    assert float((got - right).abs().max() / right.std()) <= 1e-5
+
+
+def test_the_layer_walk_of_wide_heads_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, text = tmp_path / "source", str(write_text(tmp_path / "text.jsonl"))
+    pico_llama().save_pretrained(source)
+    word_tokenizer(source)
+    words = {"calibration": [text], **OPTIONS}
+    put = WorkDir.put
+
+    def interrupted(self: WorkDir, number: int, *rest: Any) -> None:
+        put(self, number, *rest)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(WorkDir, "put", interrupted)
+        mha2gqa.convert(source, tmp_path / "out", 4, wide=2, **words)
+    with pytest.raises(UsageError, match="wide"):  # what is finished belongs to other heads
+        mha2gqa.convert(source, tmp_path / "out", 4, **words)
+    resumed = mha2gqa.convert(source, tmp_path / "out", 4, wide=2, **words)
+    whole = mha2gqa.convert(source, tmp_path / "whole", 4, wide=2, **words)
+    assert resumed.layers == whole.layers and len(whole.layers[0]["grouping"]) == 2
+    assert resumed.calibration["losses"] == whole.calibration["losses"]
+    a, b = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "whole"))
+    assert all(torch.equal(a[n], b[n]) for n in b)
+    plain = mha2gqa.convert(source, tmp_path / "plain", 4, **words)
+    assert whole.layers[0]["relative_error"] < plain.layers[0]["relative_error"]

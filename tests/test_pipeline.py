@@ -41,6 +41,7 @@ CONFIGS = ROOT / "tests" / "configs"
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 OWN_FLAGS = {"refit", "regress", "seed", "betas"}  # set elsewhere, or not worth a key
 BUNDLED = {
+    "olmo-3-7b-gqa8": "olmo-3-7b",
     "llama-2-7b-gqa8": "llama-2-7b",
     "qwen1.5-7b-gqa8": "qwen1.5-7b",
     "olmo-7b-gqa8": "olmo-7b",

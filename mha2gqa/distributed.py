@@ -7,13 +7,26 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
+
+from .errors import Mha2gqaError, reason
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 TIMEOUT_SECONDS = 7200  # how long one process may work alone while the others wait for it
+# What gloo and NCCL say where the other end of a connection is no longer there.
+CONNECTION_LOST = (
+    "by peer",
+    "Broken pipe",
+    "Connection refused",
+    "remote process exited",
+    "communicator was aborted",
+    "Timed out waiting",
+)
 
 
 def rank() -> int:
@@ -80,6 +93,30 @@ def all_reduce_(tensor: Tensor) -> Tensor:
 
         torch.distributed.all_reduce(tensor)
     return tensor
+
+
+@contextmanager
+def lost_processes(command: str, kept: str, error: type[Mha2gqaError]) -> Iterator[None]:
+    """Turn a lost connection into an error that names the reason: another process of the run has ended.
+
+    Args:
+        command: Which command runs.
+        kept: What the same command goes on from, such as `the last checkpoint`.
+        error: The class of error to raise.
+
+    Raises:
+        Mha2gqaError: Of that class: another process has ended, inside.
+    """
+    try:
+        yield
+    except RuntimeError as lost:
+        if not is_initialized() or not any(sign in str(lost) for sign in CONNECTION_LOST):
+            raise
+        raise error(
+            f"another process of the run has ended ({reason(lost, 120)})",
+            where=command,
+            fix=f"see its log; the same command resumes from {kept}",
+        ) from lost
 
 
 def split(count: int) -> range:

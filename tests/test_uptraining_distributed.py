@@ -16,9 +16,9 @@ from launching import launch
 from safetensors.torch import load_file
 from training import family
 
+from mha2gqa.distributed import lost_processes
 from mha2gqa.errors import TrainingError
 from mha2gqa.uptraining import uptrain
-from mha2gqa.uptraining.distributed_training import lost_processes
 
 
 def worker(mode: str, folder: Path) -> dict:
@@ -91,10 +91,13 @@ def test_torchrun_prints_a_refusal_once(tmp_path):
     assert done.returncode == 1 and not (tmp_path / "up.uptrain").exists()
 
 
+UPTRAIN = ("uptrain", "the last checkpoint", TrainingError)
+
+
 def test_a_lost_process_is_said_in_plain_words(tmp_path):
     with (
         pytest.raises(RuntimeError, match=r"^Connection reset by peer$"),
-        lost_processes(),
+        lost_processes(*UPTRAIN),
     ):  # nothing distributed
         raise RuntimeError("Connection reset by peer")
     place = f"file://{tmp_path / 'store'}"
@@ -104,10 +107,10 @@ def test_a_lost_process_is_said_in_plain_words(tmp_path):
             pytest.raises(
                 TrainingError, match=r"another process of the run has ended .* same command resumes"
             ),
-            lost_processes(),
+            lost_processes(*UPTRAIN),
         ):
             raise RuntimeError("[pair.cc:537] Read error: Connection reset by peer. GLHF!")
-        with pytest.raises(RuntimeError, match="mat1"), lost_processes():
+        with pytest.raises(RuntimeError, match="mat1"), lost_processes(*UPTRAIN):
             raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
     finally:
         torch.distributed.destroy_process_group()

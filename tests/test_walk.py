@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -22,8 +25,9 @@ from mha2gqa.calibration import load_statistics
 from mha2gqa.checkpoints.loading import load_model, load_tokenizer
 from mha2gqa.checkpoints.reader import open_checkpoint
 from mha2gqa.checkpoints.streaming import CheckpointLayers
-from mha2gqa.conversion import calibrated, walk
+from mha2gqa.conversion import calibrated, walk, work_dir
 from mha2gqa.conversion.inputs import Inputs
+from mha2gqa.conversion.work_dir import WorkDir
 from mha2gqa.errors import CheckpointError, DataError, UsageError
 from mha2gqa.reconstruct import ReconstructConfig
 from mha2gqa.reconstruct.driver import Fitter
@@ -224,6 +228,73 @@ def test_processes_share_the_text_and_make_the_same_model(processes: int, text: 
     manifest = json.loads((tmp_path / "many" / "mha2gqa.json").read_text())
     assert manifest["grouping"] == {row["path"]: row["grouping"] for row in one.layers}
     assert manifest["calibration"]["losses"] == pytest.approx(one.calibration["losses"], rel=1e-4)
+
+
+def test_a_process_that_dies_ends_the_others_and_its_layers_are_kept(text: str, tmp_path: Path) -> None:
+    source = save(llama(), tmp_path / "source")
+    words = [
+        sys.executable,
+        str(Path(__file__).with_name("walk_worker.py")),
+        str(source),
+        str(tmp_path / "out"),
+        text,
+    ]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    both = [
+        subprocess.Popen(
+            [*words, "die:1"], env=common | {"RANK": str(rank)}, stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
+    _, said = both[0].communicate(timeout=600)
+    assert both[1].wait(timeout=600) == 9 and both[0].returncode == 1
+    assert "CheckpointError: convert: another process of the run has ended" in said
+    assert "the same command resumes from the last finished layer" in said
+    assert [p.name for p in (tmp_path / "out.convert").glob("block-*")] == ["block-0000.safetensors"]
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_file_that_changes_under_the_walk_publishes_nothing(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = save(llama(), tmp_path / "source")
+    file, put = source / "model.safetensors", WorkDir.put
+
+    def changing(self: WorkDir, number: int, *rest: Any) -> None:
+        put(self, number, *rest)
+        if number == 1:
+            weights = load_file(file)
+            save_file({name: x + 1 for name, x in weights.items()}, file, {"format": "pt"})
+
+    monkeypatch.setattr(WorkDir, "put", changing)
+    with pytest.raises(CheckpointError, match="changed"):
+        mha2gqa.convert(source, tmp_path / "out", 2, calibration=[text], **OPTIONS)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_full_disk_names_the_file_and_what_is_kept(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = save(llama(), tmp_path / "source")
+    saving = work_dir._save
+
+    def full(path: Path, *rest: Any) -> None:
+        if path.name == "block-0002.safetensors":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        saving(path, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(work_dir, "_save", full)
+        with pytest.raises(
+            CheckpointError, match=r"block-0002.*No space left.*layers before it are kept.*free disk"
+        ):
+            mha2gqa.convert(source, tmp_path / "out", 2, calibration=[text], **OPTIONS)
+    mha2gqa.convert(source, tmp_path / "out", 2, calibration=[text], **OPTIONS)
+    mha2gqa.convert(source, tmp_path / "whole", 2, calibration=[text], **OPTIONS)
+    assert same(tmp_path / "whole", tmp_path / "out")
 
 
 @pytest.mark.parametrize("place", ["host", "disk"])

@@ -1,4 +1,7 @@
-"""One process that converts with calibration: walk_worker.py SOURCE OUT TEXT [KILL_AFTER_LAYER]; torchrun starts several."""
+"""One process that converts with calibration: walk_worker.py SOURCE OUT TEXT [KILL_AFTER_LAYER]; torchrun starts several.
+
+`die:N` instead of a layer ends process N on its second layer.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from mha2gqa import distributed
 from mha2gqa.conversion.checkpoint import convert
 from mha2gqa.conversion.work_dir import WorkDir
 from mha2gqa.reconstruct import ReconstructConfig
+from mha2gqa.reconstruct.driver import Fitter
 
 FIT = ReconstructConfig(steps=12, batch_size=4, check_every=4, holdout=0.2, learning_rate=1e-2)
 OPTIONS: dict[str, Any] = {"calibration_window": 16, "fit": FIT, "device": "cpu"}
@@ -31,10 +35,24 @@ def kill_after(layer: int) -> None:
     WorkDir.put = killing  # type: ignore[method-assign]
 
 
+def die_on(rank: int) -> None:
+    """Let one process of several end without a word on its second layer."""
+    visit = Fitter.visit
+
+    def dying(self: Fitter, pair: Any) -> Any:
+        if ".1." in pair.module.path and distributed.rank() == rank:
+            os._exit(9)
+        return visit(self, pair)
+
+    Fitter.visit = dying  # type: ignore[method-assign]
+
+
 def main() -> None:
     torch.set_num_threads(1)
     source, out, text, *rest = sys.argv[1:]
-    if rest:
+    if rest and rest[0].startswith("die:"):
+        die_on(int(rest[0].removeprefix("die:")))
+    elif rest:
         kill_after(int(rest[0]))
     convert(source, Path(out), 2, calibration=[text], **OPTIONS)
     distributed.destroy()

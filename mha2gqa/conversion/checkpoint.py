@@ -167,7 +167,8 @@ def convert(
     calibration = CalibrationOptions.of(config, texts, groupings is not None)
     consent = config.trust_remote_code
     opened = written(seen, out, consent) if texts else nullcontext(seen)
-    with reporting(_listener(progress, stage)), opened as checkpoint:
+    lost = distributed.lost_processes("convert", "the last finished layer", CheckpointError)
+    with lost, reporting(_listener(progress, stage)), opened as checkpoint:
         calibration = with_generated(checkpoint, calibration, out)
         calibrated = calibrate(checkpoint, plan, calibration, out, config.force)
         job = _Job(

@@ -1,4 +1,4 @@
-"""What several processes need from us: an exact reduction, a sharded teacher, whole weights, a word on lost ones."""
+"""What several processes need from us: an exact reduction, a sharded teacher, whole weights."""
 
 from __future__ import annotations
 
@@ -10,37 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..distributed import is_initialized
-from ..errors import CheckpointError, TrainingError, reason
-
-# What gloo and NCCL say where the other end of a connection is no longer there.
-CONNECTION_LOST = (
-    "by peer",
-    "Broken pipe",
-    "Connection refused",
-    "remote process exited",
-    "communicator was aborted",
-    "Timed out waiting",
-)
-
-
-@contextmanager
-def lost_processes() -> Iterator[None]:
-    """Turn a lost connection into an error that names the reason: another process of the run has ended.
-
-    Raises:
-        TrainingError: It has, inside.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        if not is_initialized() or not any(sign in str(error) for sign in CONNECTION_LOST):
-            raise
-        raise TrainingError(
-            f"another process of the run has ended ({reason(error, 120)})",
-            where="uptrain",
-            fix="see its log; the same command resumes from the last checkpoint",
-        ) from error
+from ..errors import CheckpointError
 
 
 def repeated_layers(model: nn.Module) -> list[nn.Module]:

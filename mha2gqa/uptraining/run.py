@@ -18,13 +18,14 @@ from ..checkpoints.loading import load_model, load_tokenizer, resolve_device
 from ..config import TrainerOptions, UptrainConfig
 from ..config.keywords import TrainModelKeywords, UptrainKeywords
 from ..config.signature import takes_options
-from ..distributed import is_rank_zero
+from ..distributed import is_rank_zero, lost_processes
+from ..errors import TrainingError
 from ..progress import Progress, reporting
 from .adapters import add_adapter, freeze_constants, merge_adapter, train_attention_only, train_text_only
 from .arguments import build_arguments
 from .batches import BlockOrder, Collate, Collator, IdBlocks
 from .corpus import Corpus, load_corpus
-from .distributed_training import lost_processes, whole_models
+from .distributed_training import whole_models
 from .model_prep import require_document_masking
 from .pair_corpus import load_pair_corpus
 from .pair_options import PAIRS
@@ -139,7 +140,8 @@ def train_model(
 def run_uptrain(config: UptrainConfig) -> UptrainResult:
     """`uptrain` from a finished config."""
     begin = time.perf_counter()
-    with lost_processes(), closing(RunDirectory(Path(config.out))) as run_dir:
+    lost = lost_processes("uptrain", "the last checkpoint", TrainingError)
+    with lost, closing(RunDirectory(Path(config.out))) as run_dir:
         run = prepare(config)
         if run.finished is not None:
             run_dir.remove()

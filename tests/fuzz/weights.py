@@ -154,11 +154,19 @@ def changed_header(rng: Random, data: bytes) -> tuple[bytes, str]:
     return made, "; ".join(said)
 
 
+def _has_place(entry: Any) -> bool:
+    """Whether an entry of a header still says where its tensor lies."""
+    place = entry.get("data_offsets") if isinstance(entry, dict) else None
+    return isinstance(place, list) and len(place) == 2 and all(type(x) is int for x in place)
+
+
 def _changed_entry(
     rng: Random, header: dict[str, Any], name: str, other: Any, kind: str, body: bytes
 ) -> bytes:
     entry = header[name]
-    begin, end = entry["data_offsets"][:2]
+    if not _has_place(entry):  # an earlier change has broken it already
+        return body
+    begin, end = entry["data_offsets"]
     shape = entry["shape"] if isinstance(entry.get("shape"), list) and entry["shape"] else [1]
     if kind == "offsets":
         entry["data_offsets"] = rng.choice((
@@ -176,18 +184,14 @@ def _changed_entry(
         header[name] = rng.choice((None, [], 3, "x", {}, {"dtype": "F32"}, {**entry, "more": 1}))
     elif kind == "metadata":
         header["__metadata__"] = rng.choice((None, [], 3, {"a": 1}, {"a": None}, {"format": "tf"}, {}))
-    elif isinstance(other, dict) and isinstance(other.get("data_offsets"), list):
+    elif _has_place(other):
         if kind == "overlap":
             entry["data_offsets"] = [other["data_offsets"][0], other["data_offsets"][0] + end - begin]
         elif kind == "swap":
             entry["data_offsets"], other["data_offsets"] = other["data_offsets"], entry["data_offsets"]
         else:
             for each in header.values():
-                if (
-                    isinstance(each, dict)
-                    and isinstance(each.get("data_offsets"), list)
-                    and each["data_offsets"][0] >= end
-                ):
+                if _has_place(each) and each["data_offsets"][0] >= end:
                     each["data_offsets"] = [x + 4 for x in each["data_offsets"]]
             body = body[:end] + b"\x55" * 4 + body[end:]
     return body

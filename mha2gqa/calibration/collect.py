@@ -94,7 +94,7 @@ def collect(
         progress: Called with `(rows done, rows)`.
 
     Returns:
-        The statistics; `about["notes"]` tells what could not be observed.
+        The statistics; `about["notes"]` says what could not be observed.
 
     Raises:
         DataError: No block was given.
@@ -149,7 +149,7 @@ def check_finite_moments(accumulators: Any) -> None:
 
 
 def data_digest(inputs: Batch | Tensor) -> str:
-    """SHA-256 of what a model reads: tells whether moments were measured on it."""
+    """SHA-256 of what a model reads: says whether moments were measured on it."""
     digest = hashlib.sha256()
     for name, x in sorted({"input_ids": inputs}.items() if isinstance(inputs, Tensor) else inputs.items()):
         digest.update(name.encode())

@@ -65,8 +65,8 @@ def generate_text(
     """
     out, config = Path(out), load_config_json(model)
     wanted = {"model": _model_id(model, config), "window": window, "seed": seed}
-    if (facts := _made_before(out, wanted, tokens)) is not None:
-        return facts
+    if (record := _made_before(out, wanted, tokens)) is not None:
+        return record
     if getattr(known_config(config), "is_encoder_decoder", False):
         raise UsageError(
             f"a {config.get('model_type')} model reads text before it writes any",
@@ -94,20 +94,20 @@ def generate_text(
                 count += len(ids) + 1
             current().report("generating", min(count, tokens), tokens, "tokens")
     data = "".join(json.dumps({"text": text}) + "\n" for text in documents if text).encode()
-    facts = wanted | {
+    record = wanted | {
         "tokens": count,
         "documents": len(documents),
         "sha256": hashlib.sha256(data).hexdigest(),
     }
     out.parent.mkdir(parents=True, exist_ok=True)
-    for path, content in ((out, data), (_facts_file(out), (json.dumps(facts, indent=1) + "\n").encode())):
+    for path, content in ((out, data), (_record_file(out), (json.dumps(record, indent=1) + "\n").encode())):
         partial = path.with_name(f"{path.name}.partial")
         partial.write_bytes(content)
         partial.replace(path)
-    return facts
+    return record
 
 
-def _facts_file(out: Path) -> Path:
+def _record_file(out: Path) -> Path:
     return out.with_name(f"{out.name}.json")
 
 
@@ -120,12 +120,12 @@ def _model_id(model: str | Path, config: dict[str, Any]) -> str:
 
 
 def _made_before(out: Path, wanted: dict[str, Any], tokens: int) -> dict[str, Any] | None:
-    """The facts of a file that holds what is wanted, else None."""
-    if not (out.exists() and _facts_file(out).exists()):
+    """The record of a file that holds what is wanted, else None."""
+    if not (out.exists() and _record_file(out).exists()):
         return None
-    facts: dict[str, Any] = json.loads(_facts_file(out).read_text())
-    same = all(facts.get(name) == value for name, value in wanted.items()) and facts["tokens"] >= tokens
-    return facts if same and hashlib.sha256(out.read_bytes()).hexdigest() == facts["sha256"] else None
+    record: dict[str, Any] = json.loads(_record_file(out).read_text())
+    same = all(record.get(name) == value for name, value in wanted.items()) and record["tokens"] >= tokens
+    return record if same and hashlib.sha256(out.read_bytes()).hexdigest() == record["sha256"] else None
 
 
 def _rows(model: str | Path, config: dict[str, Any], window: int, device: torch.device) -> int:

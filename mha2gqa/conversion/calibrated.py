@@ -93,32 +93,34 @@ def calibrate(
         UsageError: Options that need text, or contradict the method.
         DataError: The text is too short.
     """
-    fitted, told = options.fitted(bool(options.texts)), list[str]()
+    fitted, warnings = options.fitted(bool(options.texts)), list[str]()
     options.how(plan)
     if options.statistics and plan.method not in CALIBRATED:
         options = replace(options, statistics=None)
-        told.append(f"method {plan.method} uses no statistics: --statistics is left alone")
+        warnings.append(f"method {plan.method} uses no statistics: --statistics is left alone")
     if options.texts and all(module.unchanged for module in plan.modules):
-        told.append("nothing to share: calibration text is not used")
-        return Calibrated(plan, _converters(plan, checkpoint.shapes, checkpoint.read, None), warnings=told)
+        warnings.append("nothing to share: calibration text is not used")
+        return Calibrated(
+            plan, _converters(plan, checkpoint.shapes, checkpoint.read, None), warnings=warnings
+        )
     stored = options.statistics is not None and Path(options.statistics).exists()
     if options.texts and (fitted is not None or not stored):
         made = _with_model(checkpoint, plan, options, fitted, out, force)
-        return replace(made, warnings=told + made.warnings)
+        return replace(made, warnings=warnings + made.warnings)
     if options.texts:
-        told.append(f"the moments in {options.statistics} are used: calibration text is not read")
+        warnings.append(f"the moments in {options.statistics} are used: calibration text is not read")
     statistics = None
     if options.statistics:
         statistics = load_statistics(options.statistics)
         _check_owner(statistics, plan, checkpoint.read)
-    plan, facts = grouped(plan, checkpoint.read, statistics, options)
+    plan, fields = grouped(plan, checkpoint.read, statistics, options)
     device = resolve_device(options.device) if plan.method in CALIBRATED else torch.device("cpu")
     converters = _converters(
         plan, checkpoint.shapes, lambda name: checkpoint.read(name).to(device), statistics
     )
     for converter in converters:
-        converter.facts = facts.get(converter.module.path, {})
-    return Calibrated(plan, converters, _about(statistics), told + _notes(statistics))
+        converter.fields = fields.get(converter.module.path, {})
+    return Calibrated(plan, converters, _about(statistics), warnings + _statistics_warnings(statistics))
 
 
 def _converters(
@@ -135,7 +137,7 @@ def _about(statistics: Statistics | None) -> dict[str, Any]:
     return {} if statistics is None else {"statistics": dict(statistics.about)}
 
 
-def _notes(statistics: Statistics | None) -> list[str]:
+def _statistics_warnings(statistics: Statistics | None) -> list[str]:
     return [] if statistics is None else list(statistics.about.get("notes", []))
 
 
@@ -164,14 +166,14 @@ def convert_live(teacher: Any, plan: Plan, inputs: Inputs | None, options: Calib
     statistics = _saved_statistics(plan, state.__getitem__, options)
     if inputs is not None:
         return _walked(ResidentLayers(teacher), plan, inputs, options, fitted, statistics)
-    plan, facts = grouped(plan, state.__getitem__, statistics, options)
+    plan, fields = grouped(plan, state.__getitem__, statistics, options)
     shapes = {name: tuple(x.shape) for name, x in state.items()}
     converters = _converters(plan, shapes, state.__getitem__, statistics)
     for converter in converters:
-        converter.facts = dict(facts.get(converter.module.path, {}))
+        converter.fields = dict(fields.get(converter.module.path, {}))
     model = assemble(teacher, plan, converters, state)
     reports = {c.module.path: c.report for c in converters}
-    return Converted(model, plan, reports, _about(statistics), _notes(statistics))
+    return Converted(model, plan, reports, _about(statistics), _statistics_warnings(statistics))
 
 
 def _walked(
@@ -183,11 +185,11 @@ def _walked(
     statistics: Statistics | None,
     work: WorkDir | None = None,
 ) -> Converted:
-    """Walk over the blocks of a model, and train it end to end where that is asked for."""
-    told = []
+    """Walk over the blocks of a model, and train it end to end where the options ask for it."""
+    warnings = []
     seen, kept = split_held_out(inputs)
     if kept is None and fitted is not None:
-        told.append(
+        warnings.append(
             f"{len(seen)} blocks of {seen.window} tokens are too few to fit modules and to judge the fit: "
             "refit and reconstruct are left out"
         )
@@ -196,13 +198,13 @@ def _walked(
     if how not in ("neighbours", "search", "given"):
         plan, _ = grouped(plan, _unread, None, options)
     if statistics is not None and statistics.about.get("data_sha256") != data_digest(seen.read):
-        told.append(
+        warnings.append(
             f"the moments in {options.statistics} were measured on other text than --calibration, and are used; "
             "remove the file to measure them again"
         )
     config = None if fitted is None else fit_config(fitted, seen)
     done = Walk(layers, plan, seen, kept, options, config, work, statistics).run()
-    done.warnings += told
+    done.warnings += warnings
     if config is not None and config.regress and config.distill_steps:
         _distil(layers.model, done, seen, kept, config)
     return done

@@ -148,7 +148,7 @@ class ModuleConverter:
     ) -> None:
         self.plan, self.module, self.read, self.statistics = plan, module, read, statistics
         self.shapes, self._lost = module_changes(plan, module, shapes, fitted)
-        self.facts: dict[str, Any] = {}  # further fields of the report
+        self.fields: dict[str, Any] = {}  # further fields of the report
         self._pending: dict[str, Tensor] = {}
         self._finished: Callable[[], Mapping[str, Tensor]] | None = None
         self.report: dict[str, Any] = {}
@@ -175,7 +175,7 @@ class ModuleConverter:
             check_finite(self.module, before)
         context = merge_context(self.plan, self.module, before, self.statistics)
         after, merged = merge_module(self.plan, self.module, before, context)
-        self.report = layer_report(self.plan, self.module, before, merged) | self.facts
+        self.report = layer_report(self.plan, self.module, before, merged) | self.fields
         return {role: after[role] for role in self.shapes}
 
     def _made_elsewhere(self) -> dict[str, Tensor]:
@@ -202,7 +202,7 @@ def rms(x: Tensor) -> float:
 def layer_report(
     plan: Plan, module: ModulePlan, before: Mapping[str, Tensor], merged: Merged
 ) -> dict[str, Any]:
-    """What the user is told of one module.
+    """The report of one module.
 
     `norm_ratio` is the RMS norm of the new key (value) heads over that of the old: 1 where heads agree,
     1/sqrt(group size) where they are unrelated and cancel.

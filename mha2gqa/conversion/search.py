@@ -22,7 +22,7 @@ from .options import CalibrationOptions
 from .plan import Groupings, ModulePlan, Plan
 from .rewrite import check_finite, merge_context
 
-Facts = dict[str, dict[str, Any]]  # module path -> further fields of its report
+ReportFields = dict[str, dict[str, Any]]  # module path -> further fields of its report
 Read = Callable[[str], Tensor]
 Found = tuple[heads.Grouping, dict[str, float]]  # and what neighbours would lose, by module path
 
@@ -33,7 +33,7 @@ def grouped(
     statistics: Statistics | None,
     options: CalibrationOptions,
     modules: Sequence[ModulePlan] | None = None,
-) -> tuple[Plan, Facts]:
+) -> tuple[Plan, ReportFields]:
     """`plan` with the groupings the options ask for, and what a search gained.
 
     Args:
@@ -49,10 +49,10 @@ def grouped(
     if how != "search":
         counts = {s.path: (s.geometry.num_kv_heads, len(s.grouping)) for s in plan.modules}
         return plan.regrouped(read_groupings(how, counts)), {}
-    groupings, facts = _searched(
+    groupings, fields = _searched(
         plan, read, statistics, options, plan.modules if modules is None else modules, modules is None
     )
-    return plan.regrouped(groupings), facts
+    return plan.regrouped(groupings), fields
 
 
 def _searched(
@@ -62,10 +62,10 @@ def _searched(
     options: CalibrationOptions,
     modules: Sequence[ModulePlan],
     report: bool,
-) -> tuple[Groupings, Facts]:
+) -> tuple[Groupings, ReportFields]:
     """The best groupings found: one for each module, or one for all where heads may only move together."""
     found: dict[str, heads.Grouping] = {s.path: s.grouping for s in plan.modules}
-    facts: Facts = {}
+    fields: ReportFields = {}
     together: dict[tuple[str, int, int], list[tuple[ModulePlan, MergeObjective]]] = {}
     searched = [m for m in modules if _free(plan, m)]
     with _threads() as (pool, workers):
@@ -93,8 +93,8 @@ def _searched(
             best, errors = job()
             for path, error in errors.items():
                 found[path] = best
-                facts[path] = {"relative_error_neighbours": error, "residual_neighbours": error}
-    return found, facts
+                fields[path] = {"relative_error_neighbours": error, "residual_neighbours": error}
+    return found, fields
 
 
 def _free(plan: Plan, module: ModulePlan) -> bool:

@@ -277,7 +277,7 @@ class Walk:
                 self._know(module, sums[module.path].finish())
 
     def _know(self, module: ModulePlan, moments: SecondMoments) -> None:
-        """Keep a module's moments until it is merged, and what is told of them in the end."""
+        """Keep a module's moments until it is merged, and what the result says of them."""
         key = module_key(module.module)
         self.measured[key] = moments
         self.seen[key] = (moments.mixed is not None, moments.tokens, len(moments.inputs) - 1)
@@ -322,11 +322,11 @@ class Walk:
     def _group(self, modules: tuple[ModulePlan, ...] | list[ModulePlan]) -> None:
         """Search which heads of these modules share."""
         with self.clock("grouping"):
-            plan, facts = grouped(self.plan, self._read_anywhere, self._moments(), self.options, modules)
+            plan, fields = grouped(self.plan, self._read_anywhere, self._moments(), self.options, modules)
             chosen = self.ranks.agree({m.path: m.grouping for m in plan.modules})
             self.plan = plan.regrouped(chosen)
-            for path, fields in facts.items():
-                self.reports[path] = dict(fields)
+            for path, gained in fields.items():
+                self.reports[path] = dict(gained)
 
     def _merge(self, block: str) -> list[str]:
         """Merge the modules of a block into the converted model's."""

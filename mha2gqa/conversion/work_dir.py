@@ -86,9 +86,9 @@ class WorkDir:
             if restart or not self.count():
                 self._clear()
             elif changed:
-                told = "; ".join(f"{k}: {before.get(k)!r} -> {keys.get(k)!r}"[:120] for k in changed[:3])
+                changes = "; ".join(f"{k}: {before.get(k)!r} -> {keys.get(k)!r}"[:120] for k in changed[:3])
                 raise UsageError(
-                    f"holds {self.count()} finished layers of a conversion with other options ({told})",
+                    f"holds {self.count()} finished layers of a conversion with other options ({changes})",
                     where=self.root,
                     fix="repeat those to go on, choose another OUT, or --force to start afresh",
                 )

@@ -99,7 +99,7 @@ def find_side_files(folder: Path, config: Mapping[str, Any], keep: Sequence[str]
         if not (known or wanted):
             if not _is_weight(name):
                 (outside if _leads_out(folder, name) else left).append(name)
-        elif _leads_out(folder, name):
+        elif _leads_out(folder, name) and (folder / name).exists():
             outside.append(name)
         else:
             _check_readable(folder / name)

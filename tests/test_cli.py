@@ -143,7 +143,7 @@ def test_help_shows_what_matters_first_in_panels_and_every_default(
     for option in options:
         if option.name not in ("help", "json", "verbose", "quiet") and not option.required:
             assert "default: " in (option.help or ""), option.name
-    assert "[default: joint with" in shown or command != "convert"
+    assert "[default: joint]" in shown or command != "convert"
     assert "One of --alpha and --tokens is required." in shown or command != "uptrain"
 
 

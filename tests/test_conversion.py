@@ -53,7 +53,7 @@ def test_identical_heads_convert_without_loss(tmp_path: Path, groups: int, chang
             torch.nn.init.normal_(x)
     share_heads(model, heads.neighbours(8, groups))
     model.save_pretrained(tmp_path / "mha")
-    result = convert(tmp_path / "mha", tmp_path / "gqa", groups)
+    result = convert(tmp_path / "mha", tmp_path / "gqa", groups, method="mean")
     assert [check.ok for check in result.verification] == [True] * 5
     assert torch.allclose(logits(tmp_path / "gqa"), logits(tmp_path / "mha"), atol=1e-5)
     new, old = (load_file(tmp_path / n / "model.safetensors") for n in ("gqa", "mha"))
@@ -72,9 +72,9 @@ def test_permuted_grouping_is_lossless_on_identical_heads(tmp_path: Path) -> Non
     share_heads(model, grouping)
     model.save_pretrained(tmp_path / "mha")
     paths = [f"model.layers.{i}.self_attn" for i in range(2)]
-    convert(tmp_path / "mha", tmp_path / "gqa", 2, groupings=dict.fromkeys(paths, grouping))
+    convert(tmp_path / "mha", tmp_path / "gqa", 2, method="mean", groupings=dict.fromkeys(paths, grouping))
     assert torch.allclose(logits(tmp_path / "gqa"), logits(tmp_path / "mha"), atol=1e-5)
-    convert(tmp_path / "mha", tmp_path / "wrong", 2)
+    convert(tmp_path / "mha", tmp_path / "wrong", 2, method="mean")
     assert (logits(tmp_path / "wrong") - logits(tmp_path / "mha")).abs().max() > 0.5
 
 
@@ -167,7 +167,7 @@ def test_gqa_source_goes_to_fewer_groups(tmp_path: Path) -> None:
     state = load_file(tmp_path / "gqa4" / "model.safetensors")
     name = "model.layers.1.self_attn.v_proj.weight"
     for groups in (2, 1):
-        convert(tmp_path / "gqa4", tmp_path / f"g{groups}", groups)
+        convert(tmp_path / "gqa4", tmp_path / f"g{groups}", groups, method="mean")
         new = load_file(tmp_path / f"g{groups}" / "model.safetensors")[name]
         right = state[name].double().view(groups, 4 // groups, 4, 32).mean(1).float().view(-1, 32)
         assert torch.equal(new, right)
@@ -281,7 +281,7 @@ def test_a_killed_conversion_leaves_no_output_and_can_be_rerun(pico: Path, tmp_p
 
 def test_verify_finds_what_is_wrong(pico: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    convert(pico, out, 2)
+    convert(pico, out, 2, method="mean")
     good = load_file(out / "model.safetensors")
     key = "model.layers.0.self_attn.k_proj.weight"
     for changed, words in (

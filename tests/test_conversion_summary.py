@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from mha2gqa.checkpoints.reader import open_checkpoint
-from mha2gqa.conversion.checkpoint import cache_sizes, convert
+from mha2gqa.conversion.checkpoint import cache_sizes, convert, convert_model
 from mha2gqa.conversion.plan import plan_conversion
-from mha2gqa.conversion.warnings import loss_warnings
+from mha2gqa.conversion.warnings import DECODER, ENCODER_DECODER, data_free_warnings, loss_warnings
 from mha2gqa.evaluation import evaluate
 from mha2gqa.evaluation.context import context_warnings
 from mha2gqa.evaluation.result import PositionLoss
@@ -132,3 +132,53 @@ def test_a_model_trained_on_shorter_sequences_is_noticed(text: Path, tmp_path: P
     model.save_pretrained(folder)
     result = evaluate(folder, str(text), protocol="blocks", window=64)
     assert any(warning.endswith("use windows of 16 tokens") for warning in result.warnings)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "method", "said"),
+    [
+        (
+            "llama",
+            "joint",
+            "from 3.310 to 4.687 (mean 5.827, joint with data 3.322); give --calibration TEXT",
+        ),
+        ("llama", "mean", "from 3.310 to 5.827 (joint 4.687, joint with data 3.322)"),
+        ("llama", "align", "without calibration data; give --calibration TEXT"),
+        ("t5", "joint", "from 3.376 to 3.442 (mean 5.844, joint with data 3.392); give --calibration pairs"),
+        ("bart", "joint", "--calibration pairs of its task"),
+        ("whisper", "joint", "--calibration recordings with their transcripts"),
+    ],
+)
+def test_a_conversion_without_data_says_what_it_is_worth(
+    model_type: str, method: str, said: str, tmp_path: Path
+) -> None:
+    made: Any = pico_llama() if model_type == "llama" else stock_model(model_type)
+    made.save_pretrained(tmp_path / "m")
+    checkpoint = open_checkpoint(tmp_path / "m")
+    plan = plan_conversion(checkpoint.config, checkpoint.shapes, 2, method=method)
+    (sentence,) = data_free_warnings(plan)
+    assert said in sentence and sentence.endswith(", or uptrain the result before using it")
+    same = plan_conversion(checkpoint.config, checkpoint.shapes, plan.num_kv_heads[0], method=method)
+    assert not data_free_warnings(same)
+
+
+@pytest.mark.parametrize(("page", "figures"), [("quality-llama", DECODER), ("quality-t5", ENCODER_DECODER)])
+def test_the_worth_of_a_conversion_without_data_is_what_was_measured(
+    page: str, figures: dict[str, float]
+) -> None:
+    text = Path(__file__).parent.parent.joinpath("docs", "results", f"{page}.md").read_text(encoding="utf-8")
+    rows = {"joint": "joint: weights-only", "calibrated": "joint: refit + regression"}
+    for name in figures.keys() - {"original"}:
+        assert f"\n| {rows.get(name, name)} | {figures[name]:.3f} " in text, name
+    assert f"loss of the original {figures['original']:.3f}" in text
+
+
+def test_joint_is_the_default_with_and_without_text(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    pico_llama().save_pretrained(tmp_path / "m")
+    result = convert(tmp_path / "m", tmp_path / "out", 2)
+    assert result.method == "joint" and any("without calibration data" in line for line in result.warnings)
+    joint = convert_model(pico_llama(), 2, method="joint").state_dict()
+    caplog.clear()
+    default = convert_model(pico_llama(), 2).state_dict()
+    assert "without calibration data" in caplog.text
+    assert all(torch.equal(default[name], joint[name]) for name in joint)

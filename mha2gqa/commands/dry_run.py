@@ -8,6 +8,7 @@ from typing import Any
 
 from ..checkpoints.hf_config import is_encoder_decoder, longest_context
 from ..config import Recipe, ReportConfig
+from ..config.convert import DEFAULT_METHOD
 from ..config.option import declared
 from ..config.pair_options import PairConfig
 from ..conversion.options import GENERATE
@@ -85,8 +86,7 @@ def _alphas(recipe: Recipe) -> tuple[float | None, ...]:
 
 def _convert_detail(recipe: Recipe, found: PlanResult) -> str:
     heads, kv = found.num_kv_heads, found.kv_bytes_per_token
-    wide = (recipe.convert.wide or 1) > 1
-    method: str = recipe.convert.method or ("joint" if recipe.convert.calibration or wide else "mean")
+    method: str = recipe.convert.method or DEFAULT_METHOD
     if recipe.sweep and recipe.sweep.methods:
         method = ", ".join(recipe.sweep.methods)
     ratio = kv["before"] / kv["after"] if kv["after"] else 1.0

@@ -13,6 +13,7 @@ from .reconstruct import ReconstructConfig
 
 Method = Literal["mean", "first", "random", "align", "joint"]
 Attention = Literal["self", "cross"]
+DEFAULT_METHOD: Method = "joint"
 
 
 @dataclass(frozen=True)
@@ -37,10 +38,10 @@ class ConvertConfig(PairConfig):
         lenient=True,
     )
     method: Method | None = option(
-        None,
-        "How the heads of a group become one. mean is the GQA paper's recipe.",
+        DEFAULT_METHOD,
+        "How the heads of a group become one: joint merges what attention computes with them, mean averages their "
+        "weights (the GQA paper's recipe), first, random and align are controls.",
         WHAT,
-        unset="joint with calibration text, statistics or wide heads, else mean",
     )
     calibration: Any = option(
         (),

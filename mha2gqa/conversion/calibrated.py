@@ -30,6 +30,7 @@ from ..checkpoints.hf_config import stored_dtype
 from ..checkpoints.loading import load_model, load_tokenizer, resolve_device
 from ..checkpoints.reader import Checkpoint
 from ..checkpoints.streaming import CheckpointLayers, Layers, ResidentLayers
+from ..config.convert import DEFAULT_METHOD
 from ..data import TextSource
 from ..errors import UsageError
 from ..progress import Callback, Progress, current, reporting
@@ -43,6 +44,7 @@ from .rewrite import ModuleConverter
 from .search import grouped
 from .storing import as_stored, result_spec
 from .walk import Converted, NotAChain, Walk, fit_config
+from .warnings import data_free_warnings
 from .work_dir import WorkDir
 
 logger = logging.getLogger("mha2gqa")
@@ -420,7 +422,7 @@ def convert_model(
     model: Any,
     groups: int,
     *,
-    method: str | None = None,
+    method: str | None = DEFAULT_METHOD,
     calibration: Tensor | Mapping[str, Tensor] | None = None,
     statistics: str | None = None,
     grouping: str | None = None,
@@ -440,7 +442,7 @@ def convert_model(
     Args:
         model: A `transformers` model of a supported architecture.
         groups: KV heads G to reach.
-        method: A key of `MERGERS`; None is `joint` with calibration, statistics or wide heads, else `mean`.
+        method: A key of `MERGERS`.
         calibration: Token blocks `[N, T + 1]` (`data.token_blocks`); for an encoder-decoder keyword tensors
             with N rows each: `input_ids`, `decoder_input_ids`, `labels`.
         statistics: File of saved moments: used if it exists, else written.
@@ -464,7 +466,7 @@ def convert_model(
         >>> blocks = token_blocks(tokenizer, read_documents("train.jsonl"), 512)  # doctest: +SKIP
         >>> small = convert_model(model, groups=8, calibration=blocks)  # doctest: +SKIP
     """
-    method = method or ("joint" if calibration is not None or statistics or wide > 1 else "mean")
+    method = method or DEFAULT_METHOD
     model = arch_converted_model(model, stored_heads(groups, wide), as_)
     plan = plan_model(model, groups, method, groupings, seed, attention, wide)
     device = next(model.parameters()).device
@@ -478,5 +480,8 @@ def convert_model(
         seed=seed,
     )
     inputs = None if calibration is None else Inputs(calibration).to(device)
+    if inputs is None and statistics is None:
+        for sentence in data_free_warnings(plan):
+            logger.warning("%s", sentence)
     with reporting(progress or (Callback(stage) if stage else None)):
         return convert_live(model, plan, inputs, options).model

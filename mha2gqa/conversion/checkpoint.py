@@ -31,6 +31,7 @@ from ..checkpoints.writer import (
     write_shards,
 )
 from ..config import ConvertConfig
+from ..config.convert import DEFAULT_METHOD
 from ..config.keywords import ConvertKeywords
 from ..config.option import build
 from ..config.signature import takes_options
@@ -51,7 +52,7 @@ from .plan import Groupings, Plan, plan_conversion
 from .result_tensors import result_tensors
 from .rewrite import ModuleConverter
 from .untie import untied
-from .warnings import loss_warnings
+from .warnings import data_free_warnings, loss_warnings
 
 WRITING = "writing"  # the stage in which tensors go into files
 
@@ -153,7 +154,7 @@ def convert(
         seen.config,
         seen.shapes,
         groups,
-        method=config.method or ("joint" if texts or config.statistics or config.wide > 1 else "mean"),
+        method=config.method or DEFAULT_METHOD,
         groupings=groupings,
         seed=config.seed,
         attention=config.attention,
@@ -362,6 +363,7 @@ def _result(job: _Job, calibrated: Calibrated, checks: list[Check], odd: Sequenc
             *_notes(job.seen),
             *calibrated.warnings,
             *_loss_warnings(calibrated, plan),
+            *_data_free_warnings(job, calibrated),
             *_merging_notes(converters),
             *_pooling_warnings(converters),
         ],
@@ -371,6 +373,10 @@ def _result(job: _Job, calibrated: Calibrated, checks: list[Check], odd: Sequenc
         plan.wide,
         {"before": plan.modules[0].geometry.head_dim, "after": plan.modules[0].result.head_dim},
     )
+
+
+def _data_free_warnings(job: _Job, calibrated: Calibrated) -> list[str]:
+    return data_free_warnings(calibrated.plan) if not calibrated.about else []
 
 
 def _loss_warnings(calibrated: Calibrated, plan: Plan) -> list[str]:

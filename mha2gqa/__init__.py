@@ -14,31 +14,56 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from .architectures import AttentionSpec
+    from .checkpoints.loading import load_model
     from .commands.estimate import PlanResult, plan
     from .commands.run_recipe import RunResult, run
     from .commands.sweep import SweepResult, sweep
-    from .config import Recipe, load_recipe
+    from .config import ConvertConfig, EvaluateConfig, Recipe, ReconstructConfig, UptrainConfig, load_recipe
     from .conversion.checkpoint import ConvertResult, convert, convert_model, convert_state_dict
-    from .evaluation import EvaluateResult, ModelResult, evaluate
+    from .errors import (
+        CheckpointError,
+        DataError,
+        GateError,
+        Mha2gqaError,
+        TrainingError,
+        UnsupportedModelError,
+        UsageError,
+    )
+    from .evaluation import EvaluateResult, LoadedModel, ModelResult, evaluate
+    from .evaluation.gates import check_gates
     from .uptraining import UptrainResult, train_model, uptrain
     from .verification.checks import VerifyResult, verify
 
 # Name -> module that has it; imported when it is first asked for, so that `import mha2gqa` costs nothing.
 _EXPORTS = {
     "AttentionSpec": "architectures",
+    "CheckpointError": "errors",
+    "ConvertConfig": "config",
     "ConvertResult": "conversion.checkpoint",
+    "DataError": "errors",
+    "EvaluateConfig": "config",
     "EvaluateResult": "evaluation",
+    "GateError": "errors",
+    "LoadedModel": "evaluation",
+    "Mha2gqaError": "errors",
     "ModelResult": "evaluation",
     "PlanResult": "commands.estimate",
     "Recipe": "config",
+    "ReconstructConfig": "config",
     "RunResult": "commands.run_recipe",
     "SweepResult": "commands.sweep",
+    "TrainingError": "errors",
+    "UnsupportedModelError": "errors",
+    "UptrainConfig": "config",
     "UptrainResult": "uptraining",
+    "UsageError": "errors",
     "VerifyResult": "verification.checks",
+    "check_gates": "evaluation.gates",
     "convert": "conversion.checkpoint",
     "convert_model": "conversion.checkpoint",
     "convert_state_dict": "conversion.checkpoint",
     "evaluate": "evaluation",
+    "load_model": "checkpoints.loading",
     "load_recipe": "config",
     "plan": "commands.estimate",
     "run": "commands.run_recipe",
@@ -50,20 +75,34 @@ _EXPORTS = {
 
 __all__ = [
     "AttentionSpec",
+    "CheckpointError",
+    "ConvertConfig",
     "ConvertResult",
+    "DataError",
+    "EvaluateConfig",
     "EvaluateResult",
+    "GateError",
+    "LoadedModel",
+    "Mha2gqaError",
     "ModelResult",
     "PlanResult",
     "Recipe",
+    "ReconstructConfig",
     "RunResult",
     "SweepResult",
+    "TrainingError",
+    "UnsupportedModelError",
+    "UptrainConfig",
     "UptrainResult",
+    "UsageError",
     "VerifyResult",
     "__version__",
+    "check_gates",
     "convert",
     "convert_model",
     "convert_state_dict",
     "evaluate",
+    "load_model",
     "load_recipe",
     "plan",
     "run",

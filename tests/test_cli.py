@@ -15,6 +15,7 @@ from typing import Any
 
 import click
 import pytest
+from click.testing import CliRunner
 
 from mha2gqa.cli import commands
 from mha2gqa.cli.exit_codes import run_command
@@ -145,6 +146,29 @@ def test_help_shows_what_matters_first_in_panels_and_every_default(
             assert "default: " in (option.help or ""), option.name
     assert "[default: joint]" in shown or command != "convert"
     assert "One of --alpha and --tokens is required." in shown or command != "uptrain"
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        ["--fit", "steps=2000", "patience=12"],
+        ["--fit", "steps=2000 patience=12"],
+        ["--fit", "steps=2000", "--fit", "patience=12"],
+        ["--fit=steps=2000", "--fit", "patience=12"],
+    ],
+)
+@pytest.mark.parametrize("first", [True, False])
+def test_pairs_of_fit_may_follow_each_other(
+    monkeypatch: pytest.MonkeyPatch, typed: list[str], first: bool
+) -> None:
+    seen: dict[str, Any] = {}
+    monkeypatch.setattr("mha2gqa.conversion.checkpoint.convert", lambda **given: seen.update(given) or {})
+    monkeypatch.setattr(commands, "emit", lambda result: None)
+    places, more = ["MODEL", "OUT"], ["--groups", "2", "--calibration", "t.jsonl"]
+    args = [*typed, *more, *places] if first else [*places, *more, *typed]
+    CliRunner().invoke(commands.cli, ["convert", *args], catch_exceptions=False)
+    assert (seen["source"], seen["out"]) == ("MODEL", "OUT")
+    assert (seen["fit"].steps, seen["fit"].patience) == (2000, 12)
 
 
 def test_fit_help_needs_nothing_else(run: Run) -> None:

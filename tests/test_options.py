@@ -13,6 +13,7 @@ from typing import Any
 import click
 import pytest
 
+import mha2gqa
 from mha2gqa.assets import recipe_paths
 from mha2gqa.cli import commands
 from mha2gqa.config import (
@@ -382,3 +383,39 @@ def test_a_recipe_may_hold_every_key() -> None:
         },
     }
     assert recipe_from_dict(recipe_from_dict(data).to_dict()) == recipe_from_dict(data)
+
+
+# --- what the Python API is given -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: mha2gqa.convert(None, "out", 4), "source: must be a path or a Hub id, not None"),  # type: ignore[arg-type]
+        (lambda: mha2gqa.convert("m", None, 4), "out: must be a path or a Hub id, not None"),  # type: ignore[arg-type]
+        (lambda: mha2gqa.convert("", "out", 4), "source: must be a path or a Hub id, not ''"),
+        (lambda: mha2gqa.plan(5), "source: must be a path or a Hub id, not 5"),  # type: ignore[arg-type]
+        (lambda: mha2gqa.run(None), "recipe: must be a Recipe, a recipe file or a mapping of its sections"),  # type: ignore[arg-type]
+        (lambda: mha2gqa.sweep(3), "recipe: must be a Recipe, a recipe file or a mapping of its sections"),  # type: ignore[arg-type]
+        (lambda: mha2gqa.convert_model("folder", 4), "model: must be a model of transformers, not 'folder'"),
+        (lambda: mha2gqa.train_model("folder", None), "model: must be a model of transformers"),  # type: ignore[arg-type]
+    ],
+)
+def test_what_is_no_model_and_no_path_is_refused_in_one_line(call: Any, message: str) -> None:
+    with pytest.raises(mha2gqa.UsageError) as refused:
+        call()
+    assert message in str(refused.value)
+
+
+def test_errors_configs_and_helpers_are_at_the_top_level() -> None:
+    names = (
+        "Mha2gqaError",
+        "UsageError",
+        "ConvertConfig",
+        "EvaluateConfig",
+        "UptrainConfig",
+        "ReconstructConfig",
+    )
+    assert all(name in mha2gqa.__all__ for name in (*names, "check_gates", "load_model", "LoadedModel"))
+    assert all(getattr(mha2gqa, name) is not None for name in mha2gqa.__all__)
+    assert issubclass(mha2gqa.GateError, mha2gqa.Mha2gqaError)

@@ -170,14 +170,17 @@ def test_suggested_groups_respect_tensor_parallelism() -> None:
     assert suggested([1, 2, 4, 8, 16, 32], 32, 16) == 16
     assert suggested([1, 2, 4, 5, 10, 20, 40], 40, 1) == 10
     assert suggested([1, 71], 71, 1) == 71  # a quarter of 71 is nearer to 71 than to 1, as a ratio
-    assert (
-        not parallel_warnings(8, 32, 8)
-        and not parallel_warnings(8, 32, 4)
-        and not parallel_warnings(3, 32, 1)
-    )
-    assert "stores each of 2 KV heads 4 times" in parallel_warnings(2, 32, 8)[0]
-    assert "cannot be split evenly" in parallel_warnings(5, 40, 4)[0]
-    assert "query heads cannot be split" in parallel_warnings(5, 40, 3)[0]
+    powers = [1, 2, 4, 8, 16, 32]
+    assert not any(parallel_warnings(*case, powers) for case in ((8, 32, 8), (8, 32, 4), (4, 32, 1)))
+    assert parallel_warnings(2, 32, 8, powers) == [
+        "--tp 8 stores each of 2 KV heads 4 times: G = 8 costs the same cache per rank"
+    ]
+    assert parallel_warnings(5, 40, 4, [1, 2, 4, 5, 8, 10, 20, 40]) == [
+        "5 KV heads cannot be split evenly over --tp 4 ranks: choose G = 4, 8, 20, 40"
+    ]
+    assert parallel_warnings(4, 8, 3, [1, 2, 4, 8]) == [
+        "8 query heads cannot be split over --tp 3 ranks; 2, 4, 8 can"
+    ]
 
 
 def test_plan_refuses_as_convert_does(model: Path, tmp_path: Path) -> None:

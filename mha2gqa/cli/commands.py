@@ -28,7 +28,7 @@ from ..config.evaluate import OutputConfig
 from ..config.pairs import read_fit, read_sets
 from ..errors import UsageError
 from .exit_codes import run_command
-from .options import common, takes
+from .options import FitCommand, common, takes
 from .output import check_output, emit, write_json
 from .progress import shown_progress
 from .recipes import completion, recipes
@@ -77,7 +77,7 @@ def plan(**given: Any) -> None:
     emit(result)
 
 
-@cli.command()
+@cli.command(cls=FitCommand)
 @takes(ConvertConfig)
 @common
 def convert(**given: Any) -> None:
@@ -86,7 +86,7 @@ def convert(**given: Any) -> None:
     \b
     Examples:
       mha2gqa convert MODEL OUT --groups 8 --calibration TEXT.jsonl
-      mha2gqa convert MODEL OUT --groups 8 --calibration TEXT.jsonl --fit "steps=2000 patience=12"
+      mha2gqa convert MODEL OUT --groups 8 --calibration TEXT.jsonl --fit steps=2000 patience=12
       mha2gqa convert MODEL OUT --groups 8 --method mean            the GQA paper's recipe
     """
     if "fit" in given:

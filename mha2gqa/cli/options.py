@@ -80,6 +80,22 @@ def _option(item: Declared) -> Callable[[F], F]:
     )
 
 
+_PAIR = re.compile(r"[A-Za-z_]\w*=")
+
+
+class FitCommand(click.RichCommand):
+    """A command whose `--fit` takes several pairs: `--fit steps=2000 patience=12` is `--fit` given twice."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Repeat the flag before each further pair that follows directly."""
+        spread: list[str] = []
+        for arg in args:
+            if spread[-2:-1] == ["--fit"] and _PAIR.match(arg):
+                spread.append("--fit")
+            spread.append(arg)
+        return super().parse_args(ctx, spread)
+
+
 def _answer_help(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> tuple[str, ...]:
     """Answer `--fit help`, whatever else is given."""
     if "help" in value:

@@ -13,11 +13,12 @@ from ..architectures.wide import stored_heads
 from ..checkpoints.hf_config import is_encoder_decoder, longest_context, text_config
 from ..checkpoints.side_files import find_side_files
 from ..config import PlanConfig
+from ..config.given import require_path
 from ..conversion.plan import Plan, plan_conversion, plan_modules
 from ..conversion.result_tensors import result_shapes, result_tensors
 from ..data.pairs import is_audio
 from ..data.spans import ENCODER_TOKENS
-from ..errors import UsageError
+from ..errors import UsageError, listed
 from ..kv_cache import (
     decode_step_bytes,
     kv_bytes,
@@ -141,6 +142,7 @@ def plan(
     Raises:
         UnsupportedModelError, UsageError, CheckpointError: As `convert` would.
     """
+    require_path("source", source)
     for name, value in (("context", context), ("gpu-memory", gpu_memory), ("bandwidth", bandwidth)):
         if value is not None and value <= 0:
             raise UsageError("must be more than 0", where=f"--{name} {value:g}")
@@ -186,7 +188,10 @@ def plan(
             *untold,
             *_beyond(context, reach),
             *_too_large(price, gpu_memory),
-            *(wide_parallel_warnings(wanted, wide, tp) or parallel_warnings(wanted // wide, num_heads, tp)),
+            *(
+                wide_parallel_warnings(wanted, wide, tp)
+                or parallel_warnings(wanted // wide, num_heads, tp, possible)
+            ),
         ],
         recommended=f"mha2gqa convert {source} {Path(str(source)).name}-gqa{wanted} --groups {wanted} "
         f"{f'--wide {wide} ' if wide > 1 else ''}"
@@ -251,19 +256,28 @@ def suggested(possible: list[int], before: int, tp: int) -> int:
     return min(even, key=lambda g: (abs(math.log(g / target)), -g))
 
 
-def parallel_warnings(groups: int, num_heads: int, tp: int) -> list[str]:
-    """What tensor parallelism makes of G KV heads on `tp` ranks."""
+def parallel_warnings(groups: int, num_heads: int, tp: int, possible: Sequence[int]) -> list[str]:
+    """What tensor parallelism makes of G KV heads on `tp` ranks, and which numbers can be shared out evenly.
+
+    Args:
+        groups: KV heads G of the result.
+        num_heads: Query heads H.
+        tp: Tensor-parallel ranks.
+        possible: Every G that the model can have.
+    """
     if tp <= 1:
         return []
     if num_heads % tp:
-        return [f"{num_heads} query heads cannot be split over --tp {tp} ranks"]
+        ranks = [str(n) for n in range(2, num_heads + 1) if num_heads % n == 0]
+        return [f"{num_heads} query heads cannot be split over --tp {tp} ranks; {listed(ranks, 12)} can"]
+    even = [str(g) for g in possible if g % tp == 0]
     if groups < tp:
         copies = f"{tp // groups} times" if tp % groups == 0 else "more than once"
-        return [
-            f"--tp {tp} stores each of {groups} KV heads {copies}: G = {tp} costs the same cache per rank"
-        ]
+        same = f": G = {tp} costs the same cache per rank" if str(tp) in even else ""
+        return [f"--tp {tp} stores each of {groups} KV heads {copies}{same}"]
     if groups % tp:
-        return [f"{groups} KV heads cannot be split evenly over --tp {tp} ranks: choose a multiple of {tp}"]
+        choice = f"choose G = {listed(even, 12)}" if even else "no G of this model can be"
+        return [f"{groups} KV heads cannot be split evenly over --tp {tp} ranks: {choice}"]
     return []
 
 

@@ -15,7 +15,7 @@ from ..checkpoints.fingerprints import source_fingerprint, source_fingerprints
 from ..checkpoints.hf_config import load_config_json
 from ..config import Recipe, load_recipe, recipe_from_dict
 from ..conversion.checkpoint import convert
-from ..errors import UsageError
+from ..errors import UsageError, quoted
 from ..evaluation import evaluate
 from ..evaluation.gates import measure_gates, require
 from ..report import becomes, fixed, headline, write_report
@@ -98,6 +98,11 @@ def as_recipe(recipe: Recipe | str | Path | Mapping[str, Any], overrides: Sequen
         return recipe
     if isinstance(recipe, (str, Path)):
         return load_recipe(recipe, overrides)
+    if not isinstance(recipe, Mapping):
+        raise UsageError(
+            f"must be a Recipe, a recipe file or a mapping of its sections, not {quoted(recipe)}",
+            where="recipe",
+        )
     return recipe_from_dict(recipe)
 
 

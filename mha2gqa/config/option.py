@@ -18,6 +18,7 @@ from typing import Any, ClassVar, TypeVar
 
 from ..errors import UsageError
 from .coerce import Invalid, Range, coerce, short, unknown_key
+from .given import require_path
 
 WHAT, CALIBRATION, TEACHER, TRAINING = "What", "Calibration", "Teacher", "Training"
 PAIRS = "Encoder-decoders, on pairs"
@@ -207,6 +208,8 @@ class Config:
     def __post_init__(self) -> None:
         for name, item in declared(type(self)).items():
             value = getattr(self, name)
+            if item.option.argument and item.option.form is str:
+                require_path(name, value)
             loose = item.option.lenient or item.option.verbatim
             if item.checked or (not loose and is_text(value)):
                 try:

@@ -31,6 +31,7 @@ from ..checkpoints.loading import load_model, load_tokenizer, resolve_device
 from ..checkpoints.reader import Checkpoint
 from ..checkpoints.streaming import CheckpointLayers, Layers, ResidentLayers
 from ..config.convert import DEFAULT_METHOD
+from ..config.given import require_model
 from ..data import TextSource
 from ..errors import UsageError
 from ..progress import Callback, Progress, current, reporting
@@ -466,6 +467,7 @@ def convert_model(
         >>> blocks = token_blocks(tokenizer, read_documents("train.jsonl"), 512)  # doctest: +SKIP
         >>> small = convert_model(model, groups=8, calibration=blocks)  # doctest: +SKIP
     """
+    require_model("model", model)
     method = method or DEFAULT_METHOD
     model = arch_converted_model(model, stored_heads(groups, wide), as_)
     plan = plan_model(model, groups, method, groupings, seed, attention, wide)

@@ -16,10 +16,11 @@ import torch
 from ..checkpoints.hf_config import is_encoder_decoder, stored_dtype, text_config
 from ..checkpoints.loading import load_model, load_tokenizer, resolve_device
 from ..config import TrainerOptions, UptrainConfig
+from ..config.given import require_model
 from ..config.keywords import TrainModelKeywords, UptrainKeywords
 from ..config.signature import takes_options
 from ..distributed import is_rank_zero, lost_processes
-from ..errors import TrainingError
+from ..errors import TrainingError, UsageError, quoted
 from ..progress import Progress, reporting
 from .adapters import add_adapter, freeze_constants, merge_adapter, train_attention_only, train_text_only
 from .arguments import build_arguments
@@ -117,6 +118,9 @@ def train_model(
         >>> train_model(student, blocks, teacher=original, tokens=2_000_000, batch_tokens=65_536)
     """
     begin = time.perf_counter()
+    require_model("model", model)
+    if len(getattr(blocks, "shape", ())) != 2:
+        raise UsageError(f"must be token ids [N, T + 1], not {quoted(blocks)}", where="blocks")
     config = make_config("", "", (), options)
     run = prepare_in_memory(config, model, int(blocks.shape[1]) - 1, teacher is not None)
     resolve_device(config.device)

@@ -16,9 +16,9 @@ def require_path(name: str, value: object) -> None:
         value: What was given for it.
 
     Raises:
-        UsageError: It is something else, or empty.
+        UsageError: It is something else.
     """
-    if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
+    if not isinstance(value, (str, os.PathLike)):
         raise UsageError(f"must be a path or a Hub id, not {quoted(value)}", where=name)
 
 

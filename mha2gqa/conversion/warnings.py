@@ -87,7 +87,7 @@ def data_free_warnings(plan: Plan) -> list[str]:
 
 def _better(plan: Plan, seq2seq: bool) -> str:
     if not seq2seq:
-        return "--calibration TEXT of the kind the model was trained on"
+        return "--calibration TEXT of the kind the model was trained on (or --calibration generate)"
     if is_audio(plan.source):
         return "--calibration recordings with their transcripts"
     return "--calibration pairs of its task (--source-column, --target-column)"

@@ -6,9 +6,6 @@ memory as a whole, the walk is the same and its blocks simply stay.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -17,40 +14,37 @@ from torch import Tensor, nn
 
 from .. import distributed, progress
 from ..calibration import (
-    SecondMoments,
     Statistics,
     attention_instances,
     check_finite_moments,
     collect,
-    data_digest,
-    fingerprint,
     mark_padding,
     module_key,
     moment_rows,
-    moment_warnings,
     observing,
 )
 from ..checkpoints.streaming import Layers
 from ..errors import CheckpointError, UsageError
 from ..evaluation.context import context_warnings
-from ..evaluation.metrics import Positions
 from ..reconstruct import LayerFit, ReconstructConfig
 from ..reconstruct.driver import Fitter, find_pairs, split_batches
 from ..reconstruct.hidden_states import Stream, block_paths
 from ..reconstruct.ranks import Ranks
 from ..reconstruct.row_store import Memory, choose_place
 from ..reconstruct.train_state import frozen, repeatable
+from .clock import Clock
 from .in_memory import empty_copy
-from .inputs import LABELS, Inputs, held_out_loss
+from .inputs import Inputs, held_out_loss
+from .measured import Measured
 from .options import CALIBRATED, CalibrationOptions
 from .plan import ModulePlan, Plan
 from .rewrite import ModuleConverter
 from .search import grouped
 from .storing import result_spec
+from .validation import Validation
 from .work_dir import FinishedBlock, WorkDir
 
 OBSERVED = "observed"  # the blocks' arguments under the attention function that is observed
-LOGITS = {"cpu": 2**26, "cuda": 2**28}  # logits of one batch of validation rows that exist at a time
 
 
 class NotAChain(Exception):
@@ -74,26 +68,6 @@ class Converted:
     reports: dict[str, dict[str, Any]] = field(default_factory=dict)
     about: dict[str, Any] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
-
-
-class Clock:
-    """Seconds and peak device memory of each stage."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device if device.type == "cuda" else None
-        self.seconds: dict[str, float] = {}
-        self.peak: dict[str, int] = {}
-
-    @contextmanager
-    def __call__(self, stage: str) -> Iterator[None]:
-        began = time.monotonic()
-        if self.device is not None:
-            torch.cuda.reset_peak_memory_stats(self.device)
-        yield
-        if self.device is not None:
-            torch.cuda.synchronize(self.device)
-            self.peak[stage] = max(self.peak.get(stage, 0), torch.cuda.max_memory_allocated(self.device))
-        self.seconds[stage] = round(self.seconds.get(stage, 0.0) + time.monotonic() - began, 2)
 
 
 class Walk:
@@ -132,9 +106,8 @@ class Walk:
         self.shapes = {name: tuple(x.shape) for name, x in self.teacher.state_dict().items()}
         self.reports: dict[str, dict[str, Any]] = {}
         self.fits: list[LayerFit] = []
-        self.measured: dict[str, SecondMoments] = {}
-        self.seen: dict[str, tuple[bool, int, int]] = {}  # module key -> observed, tokens, dims
-        self.rows: dict[str, Tensor] = {}  # of each projection, for the fingerprint
+        self.measured = Measured(self._read, keep=options.statistics is not None)
+        self.kept: Validation | None = None
         self.grouped_already = False
         self.student = empty_copy(self.teacher, plan)
         self.own_spec = result_spec(plan.spec, plan)
@@ -187,14 +160,16 @@ class Walk:
         self._share_outside()
         if self._all_at_once():
             self._measure_all(size)
-        kept, beside = self.validation, Memory("device", device)
-        self.kept: dict[str, Stream] = {}
-        self.positions = Positions()  # of the original's loss
-        if kept is not None and self.original.chained:
-            rows = max(1, LOGITS.get(device.type, LOGITS["cuda"]) // (kept.window * self._vocabulary()))
-            for name in ("original", "merged", *(["fitted"] if self.config else [])):
-                model = self.teacher if name == "original" else self.student
-                self.kept[name] = Stream(model, kept.read, rows, self.blocks, beside, chained=True)
+        if self.validation is not None and self.original.chained:
+            self.kept = Validation(
+                self.validation,
+                self.teacher,
+                self.student,
+                self.blocks,
+                self._vocabulary(),
+                device,
+                self.config is not None,
+            )
         self.fitter: Fitter | None = None
         if self.config is not None:
             own = Stream(
@@ -244,12 +219,14 @@ class Walk:
                 self._measure(block)
                 self._group(self._modules(block))
             changed = self._merge(block)
-            self._kept_past("original", "merged")
+            if self.kept is not None:
+                self.kept.advance("original", "merged")
         else:
             changed = []
         if self.fitter is not None:
             self._fit(block)
-            self._kept_past("fitted")
+            if self.kept is not None:
+                self.kept.advance("fitted")
         return changed
 
     # --- what is measured --------------------------------------------------------------------------------
@@ -274,16 +251,7 @@ class Walk:
                     check_finite_moments(sums.values())
             for module in modules:
                 sums[module.path].pool(self.ranks.sum)
-                self._know(module, sums[module.path].finish())
-
-    def _know(self, module: ModulePlan, moments: SecondMoments) -> None:
-        """Keep a module's moments until it is merged, and what the result says of them."""
-        key = module_key(module.module)
-        self.measured[key] = moments
-        self.seen[key] = (moments.mixed is not None, moments.tokens, len(moments.inputs) - 1)
-        for role, name in module.names.items():
-            if role.endswith(".weight"):
-                self.rows[name] = self._read(name)[:2].detach().cpu()
+                self.measured.add(module, sums[module.path].finish())
 
     def _measure_all(self, size: int) -> None:
         """Moments and groupings of all modules before any is merged."""
@@ -291,7 +259,7 @@ class Walk:
             with self.clock("statistics"):
                 found = collect(self.teacher, self.plan.spec, self.inputs.read)
             for module in self.plan.modules if not self.given and self.plan.method in CALIBRATED else ():
-                self._know(module, found.of(module.module))
+                self.measured.add(module, found.of(module.module))
         else:
             progress.current().stage("statistics", len(self.blocks), "layers")
             for number, block in enumerate(self.blocks):
@@ -338,8 +306,7 @@ class Walk:
                 new |= {name: converter.tensor(role) for role, name in converter.names.items()}
                 if converter.report:
                     self.reports[module.path] = converter.report | self.reports.get(module.path, {})
-                if not self.options.statistics:
-                    self.measured.pop(module_key(module.module), None)
+                self.measured.merged(module)
             self._fill(block, new)
             return sorted(name for pair in self._pairs(block) for name in pair.module.names.values())
 
@@ -393,16 +360,9 @@ class Walk:
             m.path: {"grouping": [list(g) for g in m.grouping], "report": self.reports.get(m.path, {})}
             for m in self._modules(block)
         }
-        merged = self.kept.get("merged")
-        hidden = None if merged is None else next(iter(merged.rows.values())).data
-        moments: dict[str, Tensor] = {}
-        keys = [module_key(m.module) for m in self._modules(block)]
-        rows = {n: self.rows[n] for m in self._modules(block) for n in m.names.values() if n in self.rows}
-        for key in keys if self.options.statistics else ():
-            moments |= self.measured[key].tensors(key) if key in self.measured else {}
-        moments |= {f"rows.{name}": x for name, x in rows.items()}
-        seen = {key: self.seen[key] for key in keys if key in self.seen}
-        return FinishedBlock(tensors, modules, hidden, moments, {"seen": seen, "seconds": self.clock.seconds})
+        moments, seen = self.measured.of_block(self._modules(block))
+        merged = None if self.kept is None else self.kept.merged
+        return FinishedBlock(tensors, modules, merged, moments, {"seen": seen, "seconds": self.clock.seconds})
 
     def _restore(self, block: str, done: FinishedBlock) -> None:
         """Take a block that an earlier run finished, and move the streams of the validation rows past it."""
@@ -412,27 +372,13 @@ class Walk:
             | {path: tuple(map(tuple, known["grouping"])) for path, known in done.modules.items()}
         )
         self.reports |= {path: known["report"] for path, known in done.modules.items() if known["report"]}
-        self.seen |= {key: tuple(x) for key, x in done.info["seen"].items()}
+        self.measured.restore(done)
         self.clock.seconds = dict(done.info["seconds"])
-        rows = {n: x for n, x in done.moments.items() if n.startswith("rows.")}
-        self.rows |= {name.removeprefix("rows."): x for name, x in rows.items()}
-        self.measured |= SecondMoments.from_tensors({n: x for n, x in done.moments.items() if n not in rows})
         self._fill(block, {name: x.to(device) for name, x in done.tensors.items()})
         if self.fitter is not None:
             self.fitter.enter()
-        self._kept_past("original", "fitted")
-        if (merged := self.kept.get("merged")) is not None:
-            if done.merged is not None and "fitted" in self.kept:
-                merged.jump(done.merged.to(device), self.kept["fitted"])
-            elif "fitted" in self.kept:
-                merged.skip(self.kept["fitted"])
-            else:
-                merged.advance()
-
-    def _kept_past(self, *names: str) -> None:
-        for name in names:
-            if name in self.kept:
-                self.kept[name].advance()
+        if self.kept is not None:
+            self.kept.restore(done.merged)
 
     # --- helpers -----------------------------------------------------------------------------------------
 
@@ -468,7 +414,7 @@ class Walk:
     def _moments(self) -> Statistics | None:
         if self.given:
             return self.statistics
-        return Statistics(self.measured) if self.measured else None
+        return self.measured.statistics()
 
     def _read(self, name: str) -> Tensor:
         """A tensor of the original's block that is loaded."""
@@ -521,10 +467,7 @@ class Walk:
         if not self.original.chained:
             fitted = {"fitted": held_out_loss(self.student, self.validation)} if self.config else {}
             return self._whole_losses | fitted
-        return {
-            name: stream_loss(stream, self.validation, self.positions if name == "original" else None)
-            for name, stream in self.kept.items()
-        }
+        return {} if self.kept is None else self.kept.losses()
 
     def _result(self, losses: dict[str, float]) -> Converted:
         about: dict[str, Any] = {}
@@ -532,24 +475,19 @@ class Walk:
         if self.given and self.statistics is not None:
             about["statistics"] = dict(self.statistics.about)
             warnings += self.statistics.about.get("notes", [])
-        elif self.seen:
-            warnings += moment_warnings(list(self.seen.values()), self.teacher)
-            about["statistics"] = {
-                "tokens": self.inputs.tokens,
-                "window": self.inputs.window,
-                "data_sha256": data_digest(self.inputs.read),
-                "model": fingerprint([m.module for m in self.plan.modules], self.rows.__getitem__),
-                "notes": list(warnings),
-            }
+        elif self.measured.seen:
+            about["statistics"] = self.measured.about(self.teacher, self.inputs, self.plan.modules)
+            warnings += about["statistics"]["notes"]
             if self.options.statistics and distributed.is_rank_zero():
-                Statistics(self.measured, about["statistics"]).save(self.options.statistics)
+                Statistics(self.measured.moments, about["statistics"]).save(self.options.statistics)
         about |= {"unique_tokens": self.inputs.tokens, "window": self.inputs.window}
         about |= {"losses": losses} if losses else {}
         if self.config is not None:
             steps = max((report.get("steps", 0) for report in self.reports.values()), default=0)
             visits = steps * self.config.batch_size * self.inputs.window
             about |= {"fit": asdict(self.config), "token_visits": visits}
-        warnings += context_warnings("the original", self.positions.curve())
+        if self.kept is not None:
+            warnings += context_warnings("the original", self.kept.positions.curve())
         about["seconds"] = self.clock.seconds
         about |= {"peak_device_bytes": self.clock.peak} if self.clock.peak else {}
         return Converted(self.student.eval(), self.plan, self.reports, about, warnings)
@@ -574,28 +512,3 @@ def _forget(module: nn.Module) -> None:
         owner, _, leaf = name.rpartition(".")
         absent = nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=False)
         setattr(module.get_submodule(owner), leaf, absent)
-
-
-@torch.no_grad()
-def stream_loss(stream: Stream, kept: Inputs, positions: Positions | None = None) -> float:
-    """`held_out_loss` from the hidden states after a model's last block.
-
-    Args:
-        stream: At the end of its model, on the rows of `kept`.
-        kept: Rows with their targets.
-        positions: Receives the losses by length of context.
-    """
-    targets = kept.rows[:, 1:] if isinstance(kept.rows, Tensor) else kept.rows[LABELS]
-    total, count = 0.0, 0
-    for i in range(len(stream.batches)):
-        logits = stream.logits(i)
-        labels = targets[i * stream.size : i * stream.size + len(logits)].to(logits.device)
-        losses = torch.nn.functional.cross_entropy(
-            logits.float().flatten(0, 1), labels.flatten(), reduction="none", ignore_index=-100
-        ).double()
-        total += float(losses.sum())
-        if positions is not None and isinstance(kept.rows, Tensor):
-            context = torch.arange(1, labels.shape[1] + 1).repeat(len(labels))
-            positions.add(losses.cpu().numpy(), context.numpy())
-        count += int((labels != -100).sum())
-    return total / count

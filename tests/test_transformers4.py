@@ -34,6 +34,7 @@ NATIVE = [
     "llama", "qwen2", "qwen3", "olmo2", "olmo3", "mistral", "gemma2", "gemma3_text", "phi", "phi3", "stablelm",
     "nemotron", "starcoder2", "granite", "cohere", "glm4", "gpt_oss", "mixtral", "qwen3_moe", "falcon",
 ]  # fmt: skip
+WIDE = ["llama", "qwen2", "mistral", "gemma2", "phi", "starcoder2", "granite", "cohere", "glm4", "mixtral"]
 OLDER = """
 import json, sys
 sys.path.insert(0, sys.argv[1])
@@ -102,12 +103,13 @@ def in_older(jobs: list[list[str]], tmp_path: Path) -> None:
     assert not wrong, json.dumps(wrong, indent=1)
 
 
-def test_native_results(tmp_path: Path) -> None:
+@pytest.mark.parametrize("wide", [1, 2])
+def test_native_results(wide: int, tmp_path: Path) -> None:
     jobs = []
-    for name in NATIVE:
+    for name in NATIVE if wide == 1 else WIDE:
         native(name, tmp_path / name)
         out = tmp_path / f"{name}-gqa"
-        convert(tmp_path / name, out, 2)
+        convert(tmp_path / name, out, 2 * wide, wide=wide)
         model = load_model(out, device="cpu", dtype="float32")
         with torch.no_grad():
             jobs.append(

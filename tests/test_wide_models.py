@@ -212,6 +212,7 @@ def test_what_does_not_go_together_is_refused(
         ("jamba", {}, "its positions are not rotary"),
         ("mpt", {}, "ALiBi"),
         ("stablelm", {}, "the class of stablelm models does not take head_dim"),
+        ("nemotron", {}, "the class of nemotron models does not take head_dim"),
         (
             "llama",
             {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
@@ -299,7 +300,7 @@ def test_export_refuses_wide_heads(pico: Path, tmp_path: Path, to: Any) -> None:
     assert not (tmp_path / "exported").exists()
 
 
-@pytest.mark.parametrize("name", ["gpt_neox", "gpt_neox-sequential", "gptj"])
+@pytest.mark.parametrize("name", ["gpt_neox", "gptj"])
 @torch.no_grad()
 def test_models_written_as_another_type_become_wide(name: str, tmp_path: Path) -> None:
     model = save_source(name, tmp_path / "source")  # partial rotary; interleaved in GPT-J

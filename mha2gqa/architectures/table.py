@@ -239,11 +239,12 @@ DECODERS: dict[str, AttentionSpec] = {
 
 # --- wide heads ------------------------------------------------------------------------------------------
 
-# Classes that take head_dim, and longrope's factor for each rotary pair, from the config.
+# Classes that take head_dim, and longrope's factor for each rotary pair, from the config. Not Nemotron's: that of
+# transformers 4 knows no scaling, and would give other logits without a word.
 _WIDE = (
     "arcee", "aria_text", "cohere", "cohere2", "cohere2_moe", "cwm", "ernie4_5", "ernie4_5_moe", "exaone", "gemma",
     "glm", "glm4", "glm4_moe", "gpt_oss", "internlm3", "iquestcoder", "jais2", "llama", "ministral", "mistral",
-    "mixtral", "nemotron", "olmo", "phi", "qwen2", "qwen2_moe", "seed_oss", "smollm3", "solar_open", "starcoder2",
+    "mixtral", "olmo", "phi", "qwen2", "qwen2_moe", "seed_oss", "smollm3", "solar_open", "starcoder2",
 )  # fmt: skip
 _SCALED_BY = {
     **dict.fromkeys(

@@ -23,13 +23,14 @@ class Job:
         argv: Its arguments; `{}` is the folder.
         product: The folder whose appearance is the point, below it.
         prepare: Fills the folder before the command.
-        again: Arguments of the command that is run after a kill, where they are others.
+        more: Whether the command has work left once that is there: a report, say.
     """
 
     name: str
     argv: tuple[str, ...]
     product: str = "out"
     prepare: Callable[[Path], None] | None = None
+    more: bool = False
 
 
 def make_inputs(folder: Path) -> None:
@@ -79,7 +80,7 @@ def jobs(inputs: Path) -> list[Job]:
             "uptrain",
             ("uptrain", str(inputs / "gqa"), "{}/out", "--data", text, *TRAIN, "--set", "save_steps=3"),
         ),
-        Job("run", ("run", "{}/recipe.yaml"), "out/uptrained", recipe),
+        Job("run", ("run", "{}/recipe.yaml"), "out/uptrained", recipe, more=True),
     ]
 
 

@@ -157,7 +157,7 @@ def ending(point: Point, code: int, said: str, published: bool, folder: Path, jo
             return "" if published else "says that all is well, and nothing is published"
         if code != 1 or len(lines) != 1 or "(-v shows where)" in lines[0]:
             return f"a full disk ends with {code}: {lines or said[-300:]}"
-        if published:
+        if published and not job.more:
             return f"published, and yet: {lines[0]}"
     elif code not in (0, 130):
         return f"{point.act} ends with {code}: {said[-300:]}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import gc
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
 from typing import Any
 
@@ -92,17 +91,10 @@ def convert(**given: Any) -> None:
     if "fit" in given:
         given["fit"] = read_fit(given["fit"])
     ConvertConfig(**given)  # what contradicts itself is refused before anything is imported
-    early: AbstractContextManager[Any] = nullcontext()
     with shown_progress("convert"):
-        if "calibration" not in given:  # which needs torch and transformers here
-            from ..verification.background import Checker
+        from ..conversion.checkpoint import convert as call
 
-            early = Checker()  # first of all: it loads transformers while this process loads torch and copies
-            gc.set_threshold(10_000)  # hundreds of thousands of objects are imported, none of them garbage
-        with early as checker:
-            from ..conversion.checkpoint import convert as call
-
-            result = call(**given, checker=checker)
+        result = call(**given)
     emit(result)
 
 

@@ -41,10 +41,9 @@ from ..modeling import modeling_file
 from ..progress import Callback, Progress, current, reporting
 from ..report import write_card
 from ..results import Result
-from ..verification.background import Checker
-from ..verification.checks import failed
+from ..verification.checks import failed, verify_folder
 from ..verification.preflight import check_early, demand, settled, unchecked
-from ..verification.tiny_random import Check, check_arch_conversion
+from ..verification.tiny_random import TWIN, Check, check_arch_conversion
 from . import Calibrated, CalibrationOptions, Stage, calibrate, convert_model
 from .generated import with_generated
 from .in_memory import convert_state_dict
@@ -108,7 +107,6 @@ def convert(
     groupings: Groupings | None = None,
     progress: Progress | Callable[[int, int], None] | None = None,
     stage: Stage | None = None,
-    checker: Checker | None = None,
     **options: Unpack[ConvertKeywords],
 ) -> ConvertResult:
     """Write SOURCE with `groups` key/value heads to the folder OUT.
@@ -121,7 +119,6 @@ def convert(
         progress: Whom to report to. In an older form a function, called with `(bytes written, bytes in all)`.
         stage: The other half of that: called with the name of another stage, what is done of it, and how much
             there is.
-        checker: What checks the result, if it has been started already.
         **options: See `ConvertConfig`.
 
     Returns:
@@ -164,7 +161,7 @@ def convert(
         plan = untied(plan, seen.shapes)
     check_dtypes(plan, seen)
     check_space(out, seen.nbytes)
-    early = _check_early(plan, seen, source, config.allow_unchecked) if texts or config.statistics else None
+    early = _check_early(plan, seen, source, config.allow_unchecked)
     calibration = CalibrationOptions.of(config, texts, groupings is not None)
     consent = config.trust_remote_code
     opened = written(seen, out, consent) if texts else nullcontext(seen)
@@ -186,7 +183,7 @@ def convert(
         )
         try:
             if distributed.is_rank_zero():
-                result = _publish(job, checkpoint, calibrated, config.max_shard_size, checker, early)
+                result = _publish(job, checkpoint, calibrated, config.max_shard_size, early)
             else:
                 result = _result(job, calibrated, [], [])
             distributed.barrier()
@@ -254,17 +251,12 @@ def _check_early(plan: Plan, seen: Checkpoint, source: str | Path, allow_uncheck
     return checks
 
 
-class _Doubtful(Exception):
-    """The process that checks has ended while files are written."""
-
-
 def _publish(
     job: _Job,
     checkpoint: Checkpoint,
     calibrated: Calibrated,
     max_shard_size: int | None,
-    checker: Checker | None,
-    early: list[Check] | None = None,
+    early: Sequence[Check],
 ) -> ConvertResult:
     """Stream the new checkpoint beside OUT, check it, and let it appear only if it holds."""
     plan, converters = calibrated.plan, calibrated.converters
@@ -280,40 +272,16 @@ def _publish(
     shards = plan_shards(checkpoint, new, [name for r in converters for name in r.removed], max_shard_size)
     total = sum(entry_nbytes(entry) for shard in shards for entry in shard.entries.values())
     progress, done = current(), 0  # not in `advance`: that is called in other threads
-    named = {name: (e.dtype, tuple(e.shape)) for shard in shards for name, e in shard.entries.items()}
-
-    def write(folder: Path) -> list[str]:
-        nonlocal done
-        done = 0
-        progress.stage(WRITING, total, "B")
-        return write_shards(checkpoint, shards, folder, advance)
+    progress.stage(WRITING, total, "B")
 
     def advance(nbytes: int) -> None:
         nonlocal done
-        if checking.doubtful and not sure:
-            raise _Doubtful
         done += nbytes
         progress.advance(done)
 
-    sure = False
-    with nullcontext(checker) if checker else Checker() as checking:
-        checking.expect(
-            plan.config,
-            plan.source,
-            named,
-            where=job.source,
-            allow_unchecked=job.allow_unchecked,
-            known=early,
-        )
-        with publish(job.out, job.force, calibrated.work.root if calibrated.work else None) as folder:
-            try:
-                odd = write(folder)
-            except _Doubtful:
-                checking.early()  # which says what is wrong; if nothing is, that process was killed
-                sure = True
-                odd = write(folder)
-            checking.early()
-            return _finish(job, calibrated, shards, folder, checking, odd)
+    with publish(job.out, job.force, calibrated.work.root if calibrated.work else None) as folder:
+        odd = write_shards(checkpoint, shards, folder, advance)
+        return _finish(job, calibrated, shards, folder, early, odd)
 
 
 def _finish(
@@ -321,7 +289,7 @@ def _finish(
     calibrated: Calibrated,
     shards: Sequence[Shard],
     folder: Path,
-    checking: Checker,
+    early: Sequence[Check],
     odd: Sequence[str],
 ) -> ConvertResult:
     """Put everything beside the weights of a folder that is about to be published, and check it."""
@@ -331,7 +299,11 @@ def _finish(
     write_config(folder, plan)
     move_alignment_heads(folder, plan)
     names = [name for shard in shards for name in shard.entries]
-    checks = [*checking.check(folder, names), *_arch_conversion_checks(job, folder)]
+    checks = [
+        *settled(verify_folder(folder, expected=names), plan.config, job.allow_unchecked),
+        *(check for check in early if check.name == TWIN),
+        *_arch_conversion_checks(job, folder),
+    ]
     if broken := failed(checks):
         raise CheckpointError(
             f"the result failed its check: {broken}", where=job.out, fix="nothing was published"

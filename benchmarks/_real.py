@@ -60,7 +60,7 @@ def _of_one_data(record: Mapping[str, Any], data: str) -> str:
             equal = score.get("exact_match")
             line.append("" if first or equal is None else f"{equal:.0f}")
         lines.append(line)
-    return f"{scores[0]['tokens']:,} target tokens.\n\n{markdown(head, lines)}"
+    return f"{scores[0]['tokens']:,} scored tokens.\n\n{markdown(head, lines)}"
 
 
 def _small(value: float) -> str:

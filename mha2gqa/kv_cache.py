@@ -25,7 +25,7 @@ from .errors import CheckpointError, quoted
 
 # Stock classes that accept `num_key_value_heads` and ignore it: they cache every head.
 IGNORE_KV_HEADS = frozenset(
-    {"gpt2", "gpt_neo", "gpt_neox", "gpt_neox_japanese", "gptj", "opt", "bloom", "mpt"}
+    {"biogpt", "gpt2", "gpt_neo", "gpt_neox", "gpt_neox_japanese", "gptj", "opt", "bloom", "mpt"}
 )
 MULTI_QUERY = frozenset({"falcon", "gpt_bigcode"})  # `multi_query` caches one head
 NO_CACHE = frozenset({"linear_attention", "mamba", "mamba2", "conv", "recurrent", "rwkv", "moe", "mlp"})

@@ -30,6 +30,14 @@ OPT: dict[str, Any] = IDS | {
     "hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": H,
     "max_position_embeddings": 64, "word_embed_proj_dim": 32, "dropout": 0.0,
 }  # fmt: skip
+GPT_NEO: dict[str, Any] = IDS | {
+    "hidden_size": 32, "intermediate_size": 48, "num_layers": 2, "num_heads": H, "max_position_embeddings": 64,
+    "attention_types": [[["global", "local"], 1]], "window_size": 4,
+}  # fmt: skip
+BIOGPT: dict[str, Any] = IDS | {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": H,
+    "max_position_embeddings": 64, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
+}  # fmt: skip
 MPT: dict[str, Any] = IDS | {"d_model": 32, "n_layers": 2, "n_heads": H, "max_seq_len": 64}
 
 # name -> (model_type, config); the names after a dash are the awkward variants of a type
@@ -47,6 +55,8 @@ PICOS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", GPT2),
     "opt": ("opt", OPT),
     "opt-350m": ("opt", {**OPT, "do_layer_norm_before": False, "word_embed_proj_dim": 16}),
+    "gpt_neo": ("gpt_neo", GPT_NEO),
+    "biogpt": ("biogpt", BIOGPT),
     "bloom": ("bloom", {**IDS, "hidden_size": 32, "n_layer": 2, "n_head": H}),
     "mpt": ("mpt", MPT),
     "mpt-clip": ("mpt", {**MPT, "attn_config": {"clip_qkv": 1.0}}),
@@ -54,7 +64,7 @@ PICOS: dict[str, tuple[str, dict[str, Any]]] = {
 CASES = [
     (name, attention)
     for name, (model_type, _) in PICOS.items()
-    for attention in (("eager",) if model_type in ("bloom", "mpt") else ("eager", "sdpa"))
+    for attention in (("eager",) if model_type in ("bloom", "mpt", "gpt_neo") else ("eager", "sdpa"))
 ]
 
 

@@ -15,11 +15,17 @@ from transformers import GenerationMixin
 from mha2gqa.architectures import find_attention_modules, find_spec, geometry
 from mha2gqa.heads import expand, neighbours, split, unsplit
 from mha2gqa.merging import MERGERS, MergeContext
-from mha2gqa.modeling import modeling_gqa_alibi, modeling_gqa_bart, modeling_gqa_gpt2, modeling_gqa_t5
+from mha2gqa.modeling import (
+    modeling_gqa_alibi,
+    modeling_gqa_bart,
+    modeling_gqa_gpt2,
+    modeling_gqa_gpt_neo,
+    modeling_gqa_t5,
+)
 
 MODULES = {
     f"{m.__name__.rpartition('.')[2]}.py": m
-    for m in (modeling_gqa_alibi, modeling_gqa_bart, modeling_gqa_gpt2, modeling_gqa_t5)
+    for m in (modeling_gqa_alibi, modeling_gqa_bart, modeling_gqa_gpt2, modeling_gqa_gpt_neo, modeling_gqa_t5)
 }
 GROUPS = {"self": 2, "cross": 4}  # none equals H / G, and the two differ
 State = dict[str, Tensor]
@@ -188,7 +194,7 @@ def test_attention_weights_can_be_asked_for(name: str) -> None:
 
 def test_files_share_the_same_lines_to_the_letter() -> None:
     marker = "# --- the same lines in every exported file that uses the attention interface"
-    users = (modeling_gqa_bart, modeling_gqa_gpt2, modeling_gqa_t5)
+    users = (modeling_gqa_bart, modeling_gqa_gpt2, modeling_gqa_gpt_neo, modeling_gqa_t5)
     blocks = {inspect.getsource(m).split(marker)[1].split("\n# --- ")[0] for m in users}
     assert len(blocks) == 1
     for name in ("check_heads",):

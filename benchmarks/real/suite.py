@@ -1,6 +1,6 @@
 """Models that others trained, converted and scored by the command line: benchmarks/results/real_NAME.json.
 
-    python benchmarks/real/suite.py WORK NAME … [--text TEXT] [--tokens N]
+    python benchmarks/real/suite.py WORK NAME … [--text TEXT] [--tokens N] [--limit N] [--calibration-tokens N]
 
 Names: smollm2 (WORK/models/smollm2-135m-mha back to 3 KV heads, and 3 to 1), annalog (8 to 4), whisper-tiny.en (6 to 3 and
 2), whisper-base (8 to 4). Models come from `build.py`, recordings from `speech.py`, molecules from `smiles.py`. TEXT is
@@ -144,58 +144,72 @@ def _kept(found: dict[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def measure(name: str, work: Path, text: str | None, tokens: int, only: str | None, uptrain: bool) -> None:
+def measure(name: str, given: argparse.Namespace) -> None:
     """Make and score what the results file of a case does not hold yet."""
-    found, path = case(name, work, text, tokens), RESULTS / f"real_{name}.json"
+    found, path = case(name, given.work, given.text, given.tokens), RESULTS / f"real_{name}.json"
     record: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    source = work / "models" / found.model
-    record = {
+    source = given.work / "models" / found.model
+    about = {
         "command": "benchmarks/real/suite.py",
         "model": name,
         "heads": found.heads,
         "rows": [],
         "runs": [],
-        **record,
     }
-    record["origin"] = json.loads((source / "origin.json").read_text())
+    record = about | record | {"origin": json.loads((source / "origin.json").read_text())}
     known = {(row["name"], row["groups"]) for row in record["rows"]}
-    wanted = [Row("original", found.heads), *found.rows]
-    for row in wanted:
-        if (row.name, row.groups) in known or (only and only not in row.name):
+    for row in [Row("original", found.heads), *found.rows]:
+        left_out = row.uptrain is not None and not given.uptrain
+        if left_out or (row.name, row.groups) in known or (given.only and given.only not in row.name):
             continue
-        if row.uptrain is not None and not uptrain:
-            continue
-        out, began, made = source, time.perf_counter(), {}
-        if row.name != "original":
-            stem = row.name.removesuffix(", uptrained").replace(", ", "-").replace(" ", "-")
-            out = work / "out" / f"{name}-g{row.groups}-{stem}"
-            if not out.exists():
-                made = command("convert", str(source), str(out), "--groups", str(row.groups), *row.words)
-            if row.uptrain is not None:
-                start, out = out, out.with_name(f"{out.name}-up")
-                if not out.exists():
-                    made = command("uptrain", str(start), str(out), *row.uptrain)
         line: dict[str, Any] = {"name": row.name, "groups": row.groups, "run": len(record["runs"])}
+        began = time.perf_counter()
+        out = source if row.name == "original" else _made(name, source, row, given, line)
         line["seconds"] = round(time.perf_counter() - began, 1)
-        if "smollm2" in name and row.groups == 3 and "joint" in row.name:
-            layers = json.loads((out / "mha2gqa.json").read_text())["grouping"].values()
-            right = true_groups(0, len(layers), found.heads, row.groups)
-            found_groups = [{frozenset(group) for group in layer} for layer in layers]
-            line["grouping_found"] = sum(a == b for a, b in zip(found_groups, right, strict=True))
-            line["layers"] = len(right)
-        if calibration := made.get("calibration"):
-            line["calibration"] = {k: calibration.get(k) for k in ("tokens", "losses") if k in calibration}
-        line["scores"] = {}
-        for data, words in found.scored.items():
-            other = () if row.name == "original" else (str(out),)
-            scores = command(
-                "evaluate", str(source), *other, "--against", str(source), "--device", "cpu", *words
-            )
-            line["scores"][data] = _kept(scores["models"][-1])
+        if name == "smollm2" and row.groups == 3 and "joint" in row.name:
+            line |= _copies_found(out, found.heads, row.groups)
+        line["scores"] = _scores(source, out, found, given)
         record["rows"].append(line)
         record["runs"].append(provenance(seed=0))
         write_json(path, record)
         print(json.dumps(line["scores"]), flush=True)
+
+
+def _made(name: str, source: Path, row: Row, given: argparse.Namespace, line: dict[str, Any]) -> Path:
+    """The folder of a row, converted and uptrained unless it is there; what calibration used goes into `line`."""
+    stem = row.name.removesuffix(", uptrained").replace(", ", "-").replace(" ", "-")
+    out = given.work / "out" / f"{name}-g{row.groups}-{stem}"
+    if not out.exists():
+        tokens = given.calibration_tokens
+        fewer = ("--calibration-tokens", str(tokens)) if tokens and "--calibration" in row.words else ()
+        command("convert", str(source), str(out), "--groups", str(row.groups), *row.words, *fewer)
+    used = json.loads((out / "mha2gqa.json").read_text()).get("calibration") or {}
+    line["calibration"] = {key: used[key] for key in ("tokens", "losses") if key in used}
+    if row.uptrain is None:
+        return out
+    trained = out.with_name(f"{out.name}-up")
+    if not trained.exists():
+        command("uptrain", str(out), str(trained), *row.uptrain)
+    return trained
+
+
+def _copies_found(out: Path, heads: int, groups: int) -> dict[str, int]:
+    """In how many layers the groups are the heads that are copies of one."""
+    layers = json.loads((out / "mha2gqa.json").read_text())["grouping"].values()
+    right = true_groups(0, len(layers), heads, groups)
+    found = [{frozenset(group) for group in layer} for layer in layers]
+    return {"grouping_found": sum(a == b for a, b in zip(found, right, strict=True)), "layers": len(right)}
+
+
+def _scores(source: Path, out: Path, case: Case, given: argparse.Namespace) -> dict[str, Any]:
+    """The scores of a model beside its original, by data."""
+    found = {}
+    for data, words in case.scored.items():
+        limit = ("--max-examples", str(given.limit)) if given.limit and data != "text" else ()
+        other = () if out == source else (str(out),)
+        models = ("evaluate", str(source), *other, "--against", str(source), "--device", "cpu")
+        found[data] = _kept(command(*models, *words, *limit)["models"][-1])
+    return found
 
 
 def main() -> None:
@@ -205,13 +219,15 @@ def main() -> None:
     parser.add_argument("names", nargs="+", metavar="NAME")
     parser.add_argument("--text", help="text for SmolLM2")
     parser.add_argument("--tokens", type=int, default=16_384, help="scored of it")
+    parser.add_argument("--limit", type=int, help="pairs scored at most, where a machine is slow")
+    parser.add_argument("--calibration-tokens", type=int, help="as `convert` has it; its default otherwise")
     parser.add_argument("--only", help="rows whose name holds this")
     parser.add_argument(
         "--uptrain", action="store_true", help="also the rows that are uptrained (a GPU's work)"
     )
     given = parser.parse_args()
     for name in given.names:
-        measure(name, given.work, given.text, given.tokens, given.only, given.uptrain)
+        measure(name, given)
 
 
 if __name__ == "__main__":

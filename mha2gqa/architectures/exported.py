@@ -75,6 +75,19 @@ OPT = AttentionSpec(
     key_symmetry="linear",
 )
 
+# Its scores are not divided by the root of the head's width, which changes no symmetry.
+GPT_NEO = AttentionSpec(
+    modules=(("self", "h.{layer}.attn.attention"),),
+    prefixes=("transformer.", ""),
+    o="out_proj",
+    position="none",
+    key_symmetry="linear",
+    heads_key="num_heads",
+    layers_key="num_layers",
+)
+
+BIOGPT = replace(OPT, modules=(("self", "layers.{layer}.self_attn"),), prefixes=("biogpt.", ""))
+
 # ALiBi: each query head has the slope of its index, so heads keep their order.
 BLOOM = AttentionSpec(
     modules=(("self", "h.{layer}.self_attention"),),
@@ -110,6 +123,8 @@ STOCK: dict[str, AttentionSpec] = {
     **dict.fromkeys(("bart", "mbart", "pegasus", "marian", "m2m_100", "whisper"), BART),
     "gpt2": GPT2,
     "opt": OPT,
+    "gpt_neo": GPT_NEO,
+    "biogpt": BIOGPT,
     "bloom": BLOOM,
     "mpt": MPT,
 }

@@ -27,8 +27,8 @@ _BY_REASON: dict[str, tuple[str, ...]] = {
         "xlm-roberta", "xlm-roberta-xl", "xmod",
     ),
     _IGNORES: (
-        "bigbird_pegasus", "biogpt", "blenderbot", "blenderbot-small", "cpmant", "ctrl",
-        "fsmt", "git", "gpt_neo", "gpt_neox_japanese", "hrm_text", "led", "longt5", 
+        "bigbird_pegasus", "blenderbot", "blenderbot-small", "cpmant", "ctrl",
+        "fsmt", "git", "gpt_neox_japanese", "hrm_text", "led", "longt5", 
         "modernbert-decoder", "musicgen", "musicgen_melody", "mvp", "nllb-moe",
         "openai-gpt", "pegasus_x", "persimmon", "plbart", "prophetnet", "seamless_m4t",
         "seamless_m4t_v2", "speech_to_text", "speecht5", "switch_transformers", "trocr", "udop",

@@ -83,6 +83,8 @@ EXPORTS: dict[str, Export] = {
     "whisper": _bart("Whisper", "WhisperTokenizer"),
     "gpt2": _decoder("modeling_gqa_gpt2.py", "GPT2", "LMHeadModel", "GPT2Tokenizer"),
     "opt": _decoder("modeling_gqa_gpt2.py", "OPT", "ForCausalLM", "GPT2Tokenizer"),
+    "gpt_neo": _decoder("modeling_gqa_gpt_neo.py", "GPTNeo", "ForCausalLM", "GPT2Tokenizer"),
+    "biogpt": _decoder("modeling_gqa_gpt_neo.py", "BioGpt", "ForCausalLM", "BioGptTokenizer"),
     "bloom": _decoder("modeling_gqa_alibi.py", "Bloom", "ForCausalLM", "PreTrainedTokenizerFast"),
     "mpt": _decoder("modeling_gqa_alibi.py", "Mpt", "ForCausalLM", "GPTNeoXTokenizer"),
 }

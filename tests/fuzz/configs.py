@@ -55,7 +55,7 @@ def _converted(source: Path, room: Room, data: bytes) -> str:
     import mha2gqa
 
     out = room.fresh("out")
-    mha2gqa.convert(str(source), str(out), 2)
+    mha2gqa.convert(str(source), str(out), 2, method="mean")
     before = json.loads(data.decode("utf-8-sig", "surrogatepass"))
     after = json.loads((out / "config.json").read_text())
     if lost := [key for key in before if key not in after]:
@@ -70,7 +70,7 @@ def _make_converted(folder: Path) -> None:
     import mha2gqa
 
     make_model(folder / "source")
-    mha2gqa.convert(str(folder / "source"), str(folder / "out"), 2)
+    mha2gqa.convert(str(folder / "source"), str(folder / "out"), 2, method="mean")
 
 
 def manifest(rng: Random, room: Room) -> Trial:

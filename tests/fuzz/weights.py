@@ -228,7 +228,7 @@ def converted(room: Room, source: Path, right: dict[str, Tensor] | str, groups: 
     import mha2gqa
 
     out = room.fresh("out")
-    mha2gqa.convert(str(source), str(out), groups)
+    mha2gqa.convert(str(source), str(out), groups, method="mean")
     return judge(right, out, groups)
 
 

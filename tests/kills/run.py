@@ -132,7 +132,7 @@ def try_point(point: Point, job: Job, right: Right, folder: Path) -> str:
         between = digest(folder / job.product)
     except FileNotFoundError as error:
         return f"half made: {error}"
-    if between not in (None if before is None else before, right.digest) and between is not None:
+    if between not in (None, before, right.digest):
         return "neither the old result nor the new"
     if before is not None and between is None:
         return "the old result is gone"

@@ -34,7 +34,7 @@ def real(record: Mapping[str, Any]) -> str:
 
 def _of_one_data(record: Mapping[str, Any], data: str) -> str:
     scores = [row["scores"][data] for row in record["rows"] if data in row["scores"]]
-    spoken = any("wer" in score for score in scores)
+    spoken = any(score.get("wer") is not None for score in scores)
     exact = any(score.get("exact_match") is not None for score in scores)
     head = [DATA.get(data, data), "G", "loss", "KL to the original", "same next token"]
     head += ["word errors, %", "difference, 95 %"] if spoken else []

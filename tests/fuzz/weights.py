@@ -114,12 +114,15 @@ def changed_header(rng: Random, data: bytes) -> tuple[bytes, str]:
     length: int | None = None
     said = []
     for _ in range(rng.choice((1, 1, 1, 2))):
-        kind, name = rng.choice(HEADER_CHANGES), rng.choice([n for n in header if n != "__metadata__"])
+        names = [n for n in header if n != "__metadata__"]
+        if not names:  # an earlier change has taken the only one
+            break
+        kind, name = rng.choice(HEADER_CHANGES), rng.choice(names)
         said.append(f"{kind} {name}")
         entry = header[name]
         if not isinstance(entry, dict) or not isinstance(entry.get("data_offsets"), list):
             continue
-        other = header[rng.choice([n for n in header if n != "__metadata__"])]
+        other = header[rng.choice(names)]
         if kind in ("offsets", "shape", "dtype", "entry", "metadata", "overlap", "swap", "hole"):
             body = _changed_entry(rng, header, name, other, kind, body)
         elif kind == "twice":

@@ -59,6 +59,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         ),
         # What older keys cannot say stays unsaid, and old spellings stay what they are.
         ({"model_type": "x", "rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, {}),
+        ({"rope_parameters": {"full_attention": None, "sliding_attention": {"rope_theta": 1.0}}}, {}),
         (
             {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}, "torch_dtype": "float16"},
             {},

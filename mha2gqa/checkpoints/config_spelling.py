@@ -52,8 +52,8 @@ def _older_rope(config: Mapping[str, Any]) -> dict[str, Any]:
     parameters: Mapping[str, Any] = config["rope_parameters"]
     if not any(isinstance(value, Mapping) for value in parameters.values()):
         return _older_keys(parameters)
-    if set(parameters) != {LOCAL, GLOBAL}:
-        return {}
+    if set(parameters) != {LOCAL, GLOBAL} or not all(isinstance(p, Mapping) for p in parameters.values()):
+        return {}  # some classes have positions in one kind of layer alone
     keys, local = _older_keys(parameters[GLOBAL]), _older_keys(parameters[LOCAL])
     if local["rope_scaling"] is None:
         if config.get("model_type") in TWO_BASES:

@@ -1,6 +1,6 @@
 """What a long job says while it works: its stages, how much of each is done, the time left. Imports nothing heavy.
 
-Whoever does the work reports to `current()`, which is silent unless the command line (or a caller from Python)
+Code that does the work reports to `current()`, which is silent unless the command line (or a caller from Python)
 has set a listener with `reporting`. Nothing here prints on stdout.
 
 Example:
@@ -46,7 +46,7 @@ class Progress:
         self._announced: tuple[str, ...] = ()
         self._parts: list[tuple[str, int, int]] = []
 
-    # --- for whoever does the work ---
+    # --- for the code that does the work ---
 
     def announce(self, *names: str) -> None:
         """Say which stages will follow, so that `stage` can be shown as i of n and the bar covers the job."""
@@ -99,7 +99,7 @@ class Progress:
             self._parts.pop()
             self._announced = outer
 
-    # --- for whoever shows it ---
+    # --- for the code that shows it ---
 
     def changed(self, new_stage: bool) -> None:
         """Called after every change; `new_stage` where a stage began."""

@@ -52,7 +52,7 @@ def test_alignment_heads_are_the_same_heads_in_a_result(groups: int, tmp_path: P
     before = json.loads((tmp_path / "in" / "generation_config.json").read_text())
     right = alignment(model, PAIRS)
     given = groupings() if groups == 2 else None  # else neighbours share, and no head moves
-    convert(tmp_path / "in", tmp_path / "out", groups, groupings=given, attention=("cross",))
+    convert(tmp_path / "in", tmp_path / "out", groups, method="mean", groupings=given, attention=("cross",))
     after = json.loads((tmp_path / "out" / "generation_config.json").read_text())
     pairs = after.pop("alignment_heads")
     assert after == {key: x for key, x in before.items() if key != "alignment_heads"}

@@ -95,7 +95,7 @@ def test_models_in_memory_beside_paths(folder: Path, plain: PreTrainedTokenizerB
     )
     with pytest.raises(UsageError, match="LlamaForCausalLM: its tokenizer is not known"):
         evaluate(model, TEXTS, device="cpu")
-    with pytest.raises(UsageError, match="a int is no model"):
+    with pytest.raises(UsageError, match="a int is not a model"):
         evaluate([folder, 3], TEXTS, device="cpu")  # type: ignore[list-item]
 
 

@@ -72,13 +72,13 @@ def test_text_alone_is_enough_where_the_model_writes_the_targets(tmp_path: Path)
             r"no column 'source' or 'target'; the columns are text; .*needs the columns source and",
         ),
         ([{"source": "w1"}], r"no column 'target'; the columns are source; .*--targets generate"),
-        (["w1 w2", "w3 w4"], "plain text is no pair"),
+        (["w1 w2", "w3 w4"], "plain text is not a pair"),
         (
             [{"source": "", "target": "w1"}, {"source": "w1", "target": " "}],
             "all its 2 rows lack a source or",
         ),
         ([{"source": 3, "target": "w1"}], "column 'source' holds a int, not text"),
-        ([("w1", "w2", "w3")], "plain text is no pair"),
+        ([("w1", "w2", "w3")], "plain text is not a pair"),
     ],
 )
 def test_what_is_no_pair(data: Any, message: str) -> None:
@@ -89,7 +89,7 @@ def test_what_is_no_pair(data: Any, message: str) -> None:
 def test_plain_text_for_an_encoder_decoder(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("w1")
     with pytest.raises(
-        DataError, match=r"a.txt: plain text is no pair; an encoder-decoder needs the columns"
+        DataError, match=r"a.txt: plain text is not a pair; an encoder-decoder needs the columns"
     ):
         list(PairSource(tmp_path / "a.txt", audio=False))
 
@@ -155,7 +155,7 @@ def test_recordings_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             to_audio(name, "a:1", tmp_path).check()
     with pytest.raises(DataError, match=r"a:1: no such recording: none.wav"):
         to_audio("none.wav", "a:1", tmp_path)
-    with pytest.raises(DataError, match="a int is no recording"):
+    with pytest.raises(DataError, match="a int is not a recording"):
         to_audio(3, "a:1")
     soundfile.write(tmp_path / "low.wav", tone(0.1, rate=8000), 8000)
     for module, name in (("soundfile", "low.wav"), ("scipy.signal", "low.wav")):
@@ -238,7 +238,7 @@ def test_the_prompt_of_whisper(models: dict[str, Path], tmp_path: Path) -> None:
     assert many.prompt == ids(["<|startoftranscript|>", "<|de|>", "<|translate|>", "<|notimestamps|>"])
     for options, message in (
         (PairOptions(), "needs the language that is spoken; name it with --source-lang"),
-        (PairOptions(source_language="xx"), "--source-lang xx: is no language of Whisper; codes are af"),
+        (PairOptions(source_language="xx"), "--source-lang xx: is not a language of Whisper; codes are af"),
         (PairOptions(source_language="fr"), r"has no token <\|fr\|>"),
         (PairOptions(source_language="en", task="sing"), "--task sing: must be transcribe or translate"),
     ):

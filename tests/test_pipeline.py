@@ -537,7 +537,7 @@ def test_push_verifies_first_and_uploads_only_when_asked(
 
     monkeypatch.setattr("huggingface_hub.HfApi", FakeApi)
     for name in ("me/has space", "me/a..b", "nobody"):
-        with pytest.raises(UsageError, match=r"ORG/NAME|no name of the Hub"):
+        with pytest.raises(UsageError, match=r"ORG/NAME|not a valid name on the Hub"):
             push(out, name, dry_run=True)
     dry = push(out, "me/model", dry_run=True)
     assert not calls and dry.url is None and "model.safetensors" in dry.files and ".cache/x" not in dry.files

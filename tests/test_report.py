@@ -453,7 +453,7 @@ def test_write_report(tmp_path: Path) -> None:
     assert (checkpoint / "README.base.md").read_text(encoding="utf-8") == "the source's own card"
     assert json.loads(written[0].read_text(encoding="utf-8"))["models"][2]["perplexity"] == 27.799
     assert yaml.safe_load((checkpoint / "README.md").read_text(encoding="utf-8").split("---")[1])["license"]
-    with pytest.raises(UsageError, match=r"report.formats: 'pdf' is no format; choose from json"):
+    with pytest.raises(UsageError, match=r"report.formats: 'pdf' is not a format; choose from json"):
         write_report(sample(), tmp_path, ("pdf",))
 
 

@@ -43,7 +43,7 @@ def plan(
             route leads from it to itself.
 
     Raises:
-        UsageError: `as_` is no route from this architecture, or none to `groups` KV heads.
+        UsageError: `as_` is not a route from this architecture, or none to `groups` KV heads.
         UnsupportedModelError: This very model does not fit the target.
         CheckpointError: Tensors are missing, or left over.
     """

@@ -250,7 +250,7 @@ def check_groups(groups: object, num_kv_heads: int, spec: AttentionSpec | None =
     """`groups` as an int that divides `num_kv_heads` and that the architecture can hold.
 
     Raises:
-        UsageError: It is no such number; the message lists the valid values.
+        UsageError: It is not such a number; the message lists the valid values.
     """
     allowed = valid_groups(num_kv_heads, spec)
     fix = f"try one of {', '.join(map(str, allowed))}"

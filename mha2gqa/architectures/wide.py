@@ -80,7 +80,7 @@ def check_divides(groups: int, wide: int) -> None:
 
 
 def stored_heads(groups: Any, wide: int) -> Any:
-    """KV heads that a result stores; `groups` itself where it is no number of heads, which is refused later.
+    """KV heads that a result stores; `groups` itself where it is not a number of heads, which is refused later.
 
     Raises:
         UsageError: R does not divide G.

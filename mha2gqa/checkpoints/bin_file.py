@@ -100,7 +100,7 @@ def _state_dict(found: Any, path: Path) -> dict[str, Tensor]:
     """The tensors by name.
 
     Raises:
-        CheckpointError: `found` is no state dict; what it is instead is named.
+        CheckpointError: `found` is not a state dict; what it is instead is named.
     """
 
     def refuse(what: str, fix: str = _FIX) -> CheckpointError:
@@ -109,7 +109,7 @@ def _state_dict(found: Any, path: Path) -> dict[str, Tensor]:
     if not isinstance(found, Mapping):
         raise refuse(f"holds a {type(found).__name__}, not a state dict")
     if odd := [key for key in found if not isinstance(key, str)]:
-        raise refuse(f"a key of its state dict is no string ({quoted(odd[0])})")
+        raise refuse(f"a key of its state dict is not a string ({quoted(odd[0])})")
     if inner := [key for key in _WRAPPED if isinstance(found.get(key), Mapping)]:
         raise refuse(
             f"a training checkpoint, not a state dict: keys {listed(sorted(found))}",

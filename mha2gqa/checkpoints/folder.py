@@ -51,7 +51,7 @@ class Weights:
 
 
 def check_model_folder(folder: Path) -> None:
-    """Refuse what is no whole model in the Hugging Face format.
+    """Refuse what is not a whole model in the Hugging Face format.
 
     Raises:
         CheckpointError: It is something else, or an adapter lies beside the model; what to do is said.
@@ -142,7 +142,7 @@ def _inside(index: Path, file: Any) -> str:
     """The file as a normal relative path.
 
     Raises:
-        CheckpointError: It is no name of a weight file, or leads out of the folder.
+        CheckpointError: It is not the name of a weight file, or leads out of the folder.
     """
     path = PurePosixPath(file) if isinstance(file, str) else PurePosixPath()
     suffix = ".bin" if index.name == BIN_INDEX else ".safetensors"

@@ -78,7 +78,7 @@ def _check_name(out: Path) -> None:
     except UnicodeError:
         whole = b"\0"
     if b"\0" in whole or out.name in ("", ".", ".."):
-        raise UsageError("is no name of a folder", where=quoted(str(out)), fix="choose another")
+        raise UsageError("is not a valid folder name", where=quoted(str(out)), fix="choose another")
     parts = [os.fsencode(part) for part in out.absolute().parts]
     if (
         max(len(part) for part in (*parts[:-1], parts[-1] + b"." * _SUFFIX)) > 255
@@ -95,7 +95,9 @@ def _check_parent(out: Path) -> None:
     """
     parent = next(p for p in out.absolute().parents if p.exists() or p.is_symlink())
     if not parent.is_dir():
-        raise UsageError(f"{quoted(str(parent))} is no folder", where=out, fix="choose another output folder")
+        raise UsageError(
+            f"{quoted(str(parent))} is not a folder", where=out, fix="choose another output folder"
+        )
     if not os.access(parent, os.W_OK | os.X_OK):
         raise UsageError(
             f"nothing can be written in {quoted(str(parent))}", where=out, fix="choose another output folder"

@@ -169,7 +169,7 @@ def open_checkpoint(source: str | Path, revision: str | None = None) -> Checkpoi
         return Checkpoint(path)
     if path.exists():
         raise CheckpointError(
-            "is no folder", where=source, fix="give a checkpoint folder or a Hub id ORG/NAME"
+            "is not a folder", where=source, fix="give a checkpoint folder or a Hub id ORG/NAME"
         )
     check_hub_name(source)
     from huggingface_hub import snapshot_download

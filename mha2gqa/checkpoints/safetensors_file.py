@@ -88,7 +88,7 @@ def _header(file: SourceFile) -> tuple[int, dict[str, Any]]:
     except ValueError as error:
         raise broken(error) from error
     if not isinstance(header, dict):
-        raise broken("its header is no JSON object")
+        raise broken("its header is not a JSON object")
     return 8 + length, header
 
 

@@ -29,7 +29,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "model card": ("readme.md", "readme.base.md"),
 }  # fmt: skip
 _PATTERNS = tuple(pattern for patterns in KNOWN.values() for pattern in patterns)
-# Parsed by whoever loads the result: they must be JSON objects.
+# Parsed when the result is loaded: they must be JSON objects.
 _PARSED = (
     "generation_config.json",
     "tokenizer_config.json",

@@ -39,7 +39,7 @@ class SourceFile:
         path: The file; a link is followed.
 
     Raises:
-        CheckpointError: It cannot be opened, or is no regular file.
+        CheckpointError: It cannot be opened, or is not a regular file.
     """
 
     def __init__(self, path: Path) -> None:

@@ -63,7 +63,7 @@ def rehearse(recipe: Recipe) -> tuple[list[dict[str, Any]], list[str]]:
     for name in recipe.report.formats:
         if name not in (*FORMATS, "card"):
             raise UsageError(
-                f"{name!r} is no format", where="report.formats", fix=f"{', '.join([*FORMATS, 'card'])}"
+                f"{name!r} is not a format", where="report.formats", fix=f"{', '.join([*FORMATS, 'card'])}"
             )
     stages.append(_planned("report", ", ".join(recipe.report.formats)))
     return stages, list(dict.fromkeys(notices))
@@ -136,7 +136,7 @@ def rehearse_budget(recipe: Recipe, source: str, alpha: float | None = None) -> 
     """The uptraining budget of a recipe, None for alpha 0 of a sweep.
 
     Raises:
-        UsageError: It cannot be meant, or rounds to no step.
+        UsageError: It is invalid, or rounds to no step.
     """
     from ..uptraining.prepare import choose_window
 

@@ -75,7 +75,7 @@ def _check_name(repo: str) -> None:
     try:
         validate_repo_id(repo)
     except HFValidationError as error:
-        raise UsageError(f"is no name of the Hub ({reason(error)})", where=repo) from error
+        raise UsageError(f"is not a valid name on the Hub ({reason(error)})", where=repo) from error
 
 
 def _hidden(path: Path) -> bool:

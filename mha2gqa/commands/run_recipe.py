@@ -76,7 +76,7 @@ def run(
         Stages, the table original / converted / uptrained, and the files written.
 
     Raises:
-        UsageError, UnsupportedModelError: The recipe cannot be meant; nothing has been written.
+        UsageError, UnsupportedModelError: The recipe is invalid; nothing has been written.
         GateError: `report.max_ppl_ratio` does not hold (after everything has been written).
         CheckpointError, DataError, TrainingError: As the stages raise them.
 

@@ -23,7 +23,7 @@ def require_path(name: str, value: object) -> None:
 
 
 def require_model(name: str, value: Any) -> None:
-    """Refuse what is no model in memory.
+    """Refuse what is not a model in memory.
 
     Args:
         name: The argument.

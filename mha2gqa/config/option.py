@@ -238,7 +238,7 @@ def build(kind: type[C], command: str, values: Mapping[str, Any]) -> C:
         values: By field.
 
     Raises:
-        UsageError: A name that is no option; the nearest one is given.
+        UsageError: A name that is not an option; the nearest one is given.
         OptionError: As the `Config` raises it.
     """
     names = [field.name for field in dataclasses.fields(kind)]

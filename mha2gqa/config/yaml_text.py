@@ -161,7 +161,7 @@ class _Reader:
 
 
 def parse_value(text: str) -> Any:
-    """The value after `KEY=` as YAML reads it; what is no YAML is an error of its caller.
+    """The value after `KEY=` as YAML reads it; what is not YAML is an error of its caller.
 
     Raises:
         NotYaml: As `parse`.
@@ -187,5 +187,5 @@ def read_text(path: Path) -> str:
     except UnicodeDecodeError as error:
         raise UsageError(f"is not UTF-8 (byte {error.start})", where=path) from error
     except ValueError as error:  # a NUL in the name
-        raise UsageError("is no file name", where=repr(str(path))[:100]) from error
+        raise UsageError("is not a file name", where=repr(str(path))[:100]) from error
     return text

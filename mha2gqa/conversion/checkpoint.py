@@ -125,7 +125,7 @@ def convert(
         What was done, layer by layer, and every check on the result.
 
     Raises:
-        UsageError, UnsupportedModelError: Options or model cannot be meant; nothing is written.
+        UsageError, UnsupportedModelError: Options or model are invalid; nothing is written.
         CheckpointError: The source is broken, or the result failed a check; nothing is published.
 
     Example:

@@ -47,7 +47,7 @@ class Inputs:
     """What the model reads.
 
     The rows of a decoder are blocks of one length, so nothing is padded. The rows of an encoder-decoder are the
-    keyword tensors of its forward, padded on the right to one length, and these are what whoever measures or fits
+    keyword tensors of its forward, padded on the right to one length, and these are what a measurement or a fit
     on them can rely on:
 
     - `attention_mask` `[N, S]` is 1 where the encoder reads something real, `decoder_attention_mask` `[N, T]` where

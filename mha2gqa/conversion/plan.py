@@ -317,7 +317,7 @@ def _targets(
     """KV heads each module gets; one whose kind is not in `attention` keeps its own."""
     if not attention or set(attention) - set(ATTENTION):
         raise UsageError(
-            f"{', '.join(attention) or 'nothing'} is no choice",
+            f"{', '.join(attention) or 'nothing'} is not a choice",
             where="--attention",
             fix="try self, cross or both",
         )

@@ -81,7 +81,9 @@ def to_audio(value: Any, place: str, folder: Path | None = None) -> Audio:
             return Audio(place, data=bytes(value["bytes"]))
         if value.get("path"):
             return to_audio(value["path"], place, folder)
-    raise DataError(f"a {type(value).__name__} is no recording", where=place, fix="name the column of audio")
+    raise DataError(
+        f"a {type(value).__name__} is not a recording", where=place, fix="name the column of audio"
+    )
 
 
 def _soundfile() -> Any:

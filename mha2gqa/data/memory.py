@@ -47,7 +47,7 @@ def names_or_items(data: Any) -> tuple[list[str], Iterable[Any] | None]:
     if hasattr(data, "to_dict") and hasattr(data, "itertuples"):  # pandas
         return [], data.to_dict("records")
     if not isinstance(data, Iterable):
-        raise DataError(f"a {type(data).__name__} is no data", where="data", fix=ACCEPTED)
+        raise DataError(f"a {type(data).__name__} is not data", where="data", fix=ACCEPTED)
     if not isinstance(data, list | tuple):
         return [], Replayed(iter(data)) if isinstance(data, Iterator) else data
     if not data:
@@ -101,4 +101,4 @@ def _refuse_mapping(data: Mapping[Any, Any]) -> None:
         raise UsageError(
             f"several splits ({names}), which are not mixed", where="data", fix="give data[SPLIT]"
         )
-    raise DataError(f"a mapping with the keys {names} is no data", where="data", fix=ACCEPTED)
+    raise DataError(f"a mapping with the keys {names} is not data", where="data", fix=ACCEPTED)

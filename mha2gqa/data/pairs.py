@@ -57,7 +57,7 @@ class PairSource:
         empty: Rows without source or target that the last reading skipped.
 
     Raises:
-        DataError: There are no such files or columns; while reading: a row that is no pair, or nothing at all.
+        DataError: There are no such files or columns; while reading: a row that is not a pair, or nothing at all.
 
     Example:
         >>> for pair in PairSource("train.jsonl", audio=False): print(pair.source, pair.target)  # doctest: +SKIP
@@ -231,7 +231,7 @@ class PairSource:
         )
 
     def _text_only(self, where: object) -> DataError:
-        return DataError("plain text is no pair", where=where, fix=self._needed())
+        return DataError("plain text is not a pair", where=where, fix=self._needed())
 
     def _pair(
         self, record: Mapping[str, Any], source: str, target: str | None, place: str, folder: Path | None

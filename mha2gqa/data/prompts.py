@@ -144,7 +144,7 @@ def whisper_language(name: str) -> str:
     code = TO_LANGUAGE_CODE.get(name.lower(), name.lower())
     if code not in LANGUAGES:
         raise UsageError(
-            "is no language of Whisper",
+            "is not a language of Whisper",
             where=f"--source-lang {name}",
             fix=f"codes are {', '.join(sorted(LANGUAGES)[:12])} …",
         )

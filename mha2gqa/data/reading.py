@@ -216,9 +216,9 @@ def _from_item(item: Any, column: str, where: str) -> Document:
         ids = np.asarray(item if hasattr(item, "__array__") else list(item))
         if ids.ndim == 1 and (ids.dtype.kind in "iu" or not ids.size):
             if ids.size and not 0 <= ids.min() <= ids.max() < 2**31:
-                raise DataError("holds a number that is no token id", where=where)
+                raise DataError("holds a number that is not a token id", where=where)
             return Document("", where, ids=ids.astype(np.int32))
-    raise DataError(f"a {type(item).__name__} is no document", where=where, fix=ACCEPTED)
+    raise DataError(f"a {type(item).__name__} is not a document", where=where, fix=ACCEPTED)
 
 
 def _document(record: Mapping[str, Any], column: str, where: str) -> Document:

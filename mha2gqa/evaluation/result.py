@@ -69,7 +69,7 @@ def model_refs(models: Any) -> list[ModelRef]:
             found.append(LoadedModel(f"{name} {taken + 1}" if taken else name, model))
         else:
             raise UsageError(
-                f"a {type(model).__name__} is no model",
+                f"a {type(model).__name__} is not a model",
                 where="models",
                 fix="give folders, Hub ids, models of transformers or LoadedModel(name, model, tokenizer)",
             )

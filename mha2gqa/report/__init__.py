@@ -79,7 +79,9 @@ def write_report(
     unknown = [name for name in formats if name not in (*FORMATS, "card")]
     if unknown:
         valid = ", ".join([*FORMATS, "card"])
-        raise UsageError(f"{unknown[0]!r} is no format", where="report.formats", fix=f"choose from {valid}")
+        raise UsageError(
+            f"{unknown[0]!r} is not a format", where="report.formats", fix=f"choose from {valid}"
+        )
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
     written = []

@@ -326,7 +326,7 @@ def tiles(report: Report) -> list[tuple[str, str, str]]:
 def limits(report: Report) -> list[str]:
     """What the figures do not show. Stated in every report."""
     out = [
-        "Perplexity on held-out text is no measure of every ability: long contexts, retrieval, other "
+        "Perplexity on held-out text does not measure every ability: long contexts, retrieval, other "
         "languages and chat behaviour need their own tests.",
         _arithmetic(report),
     ]

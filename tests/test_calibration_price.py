@@ -10,9 +10,10 @@ import pytest
 
 from mha2gqa.commands.calibration_price import calibration_price
 from mha2gqa.commands.describe import describe
-from mha2gqa.commands.estimate import changed_shapes, plan
+from mha2gqa.commands.estimate import plan
 from mha2gqa.config import ReconstructConfig
 from mha2gqa.conversion.plan import plan_conversion
+from mha2gqa.conversion.result_tensors import result_shapes
 
 MEASURED = Path(__file__).parents[1] / "benchmarks" / "results" / "calibrate_speed.json"
 SHAPES = {"7b": (4096, 11008, 32, 32), "72b": (8192, 29568, 64, 80)}
@@ -38,7 +39,7 @@ def test_the_price_is_what_was_measured_within_half(row: dict[str, Any], tmp_pat
     steps = next((int(o.removeprefix("steps=")) for o in row["options"] if o.startswith("steps=")), None)
     price = calibration_price(
         model.shapes,
-        changed_shapes(model, decided),
+        result_shapes(decided, dict(model.shapes)),
         decided,
         gpu_memory=80e9,
         gpus=row["processes"],

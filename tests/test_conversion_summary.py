@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from pathlib import Path
 from typing import Any
@@ -173,7 +174,10 @@ def test_the_worth_of_a_conversion_without_data_is_what_was_measured(
     assert f"loss of the original {figures['original']:.3f}" in text
 
 
-def test_joint_is_the_default_with_and_without_text(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_joint_is_the_default_with_and_without_text(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("mha2gqa"), "propagate", True)  # the command line switches it off
     pico_llama().save_pretrained(tmp_path / "m")
     result = convert(tmp_path / "m", tmp_path / "out", 2)
     assert result.method == "joint" and any("without calibration data" in line for line in result.warnings)

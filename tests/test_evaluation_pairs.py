@@ -146,7 +146,7 @@ def test_models_in_memory(root: Path) -> None:
             "text",
             {},
             DataError,
-            r"no column 'audio'; the columns are text; .*needs the columns audio and",
+            r"no column 'audio'; the columns are text; .*the model hears: give a folder of recordings",
         ),
         (
             "marian",

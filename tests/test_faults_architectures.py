@@ -145,7 +145,8 @@ def test_c21_falcon_is_what_its_rows_say(
         with pytest.raises(UsageError, match="only Falcon's new_decoder_architecture holds that many"):
             convert(tmp_path / "s", tmp_path / "out", 2)
         assert not (tmp_path / "out").exists()
-        convert(tmp_path / "s", tmp_path / "one", 1)
+        # Stock Falcon fails on such a config where it states another number: nothing to check the result with.
+        convert(tmp_path / "s", tmp_path / "one", 1, allow_unchecked=stated == 2)
         assert (
             read_tensors(tmp_path / "one")["transformer.h.0.self_attention.query_key_value.weight"].shape[0]
             == 40

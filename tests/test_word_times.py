@@ -24,7 +24,12 @@ def timed(folder: Path, sound: torch.Tensor) -> dict[str, Any]:
 def test_words_are_spoken_when_the_original_says(tmp_path: Path) -> None:
     source = saved_whisper(tmp_path / "in")
     model = AutoModelForSpeechSeq2Seq.from_pretrained(source).eval()
-    model.generation_config.update(alignment_heads=HEADS, no_timestamps_token_id=8, return_timestamps=False)
+    for key, value in {
+        "alignment_heads": HEADS,
+        "no_timestamps_token_id": 8,
+        "return_timestamps": False,
+    }.items():
+        setattr(model.generation_config, key, value)  # `update` leaves out what the config does not have
     dim = model.config.d_model // model.config.decoder_attention_heads
     with torch.no_grad():  # heads that differ in queries only, so that any may share without loss
         for layer in model.model.decoder.layers:

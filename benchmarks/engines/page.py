@@ -70,6 +70,14 @@ LIMITS = """
   does the original.
 - **Rotary scaling of OLMo and OLMo 2 under transformers 4**: its classes accept the keys `type` and `factor` only,
   and refuse others with an error.
+- **Wide heads** (`--wide`) are stock classes, and their config is written in both spellings: transformers 4.57 computes
+  what transformers 5 does, but for the OLMo, Granite-MoE and Qwen2-MoE classes there, which refuse it with an error. They
+  need an engine that takes `head_dim` and longrope's factor for each rotary pair from the config of *any* type: the
+  converters of llama.cpp, CTranslate2 and onnxruntime-genai read those factors for Phi-3 only, so `mha2gqa export`
+  refuses wide heads; vLLM's longrope wants all of a head rotary (not Phi). `bench` and `plan --wide` say what a
+  step costs. With more tensor-parallel ranks than KV heads, wide heads save nothing.
+- **Rotary scaling of OLMo and OLMo 2 under transformers 4**: its classes accept the keys `type` and `factor` only,
+  and refuse others with an error.
 
 ## What to type
 

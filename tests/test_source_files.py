@@ -113,8 +113,8 @@ def test_a_header_that_contradicts_itself_is_refused(
 @pytest.mark.parametrize(
     ("raw", "said"),
     [
-        (b"[]", "no JSON object"),
-        (b"null", "no JSON object"),
+        (b"[]", "not a JSON object"),
+        (b"null", "not a JSON object"),
         (b"{" + b'"a":{' * 3000, "nested too deeply|Expecting"),
         (b'{"a":{"dtype":"F32","shape":[0],"data_offsets":[0,0]},"a":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}', "there twice"),
         (b'{"a":{"dtype":"F32","shape":[0],"data_offsets":[0,0],"x":NaN}}', "too many at its end|refuses"),
@@ -253,7 +253,7 @@ def test_views_and_the_old_format_are_read_as_torch_reads_them(pico: Path, tmp_p
         ({"state_dict": {}, "step": 1}, "a training checkpoint"),
         ([1, 2], "holds a list"),
         (torch.ones(2), "holds a Tensor"),
-        ({3: torch.ones(2)}, "no string"),
+        ({3: torch.ones(2)}, "is not a string"),
         ({"a": 3}, "'a' is a int"),
         ({"a": torch.ones(2).to_sparse()}, "sparse"),
         ({"a": torch.ones(2, dtype=torch.complex128)}, "complex128"),

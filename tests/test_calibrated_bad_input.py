@@ -13,7 +13,8 @@ from families import stock_model
 from test_calibrated_fits import FEW, write_text
 
 from mha2gqa.commands.bench import bench
-from mha2gqa.conversion.checkpoint import _merging_notes, convert
+from mha2gqa.conversion.checkpoint import convert
+from mha2gqa.conversion.warnings import merging_notes
 from mha2gqa.errors import CheckpointError, UnsupportedModelError, UsageError
 from mha2gqa.report.terminal import render
 
@@ -120,7 +121,7 @@ def test_people_read_the_losses_before_and_after(source: Path, text: str, tmp_pa
 def test_what_merging_could_not_use_is_told_once() -> None:
     unknown = "keys: position style unknown, plain mean"
     converters = [SimpleNamespace(report={"notes": notes}) for notes in ([unknown], [], [unknown])]
-    assert _merging_notes(converters) == [f"{unknown} (2 of 3 modules)"]  # type: ignore[arg-type]
+    assert merging_notes(converters) == [f"{unknown} (2 of 3 modules)"]  # type: ignore[arg-type]
 
 
 def test_plan_refuses_encoders_in_the_words_of_convert(tmp_path: Path) -> None:

@@ -14,8 +14,9 @@ from mha2gqa.architectures import AttentionSpec
 from mha2gqa.conversion.checkpoint import convert_model
 from mha2gqa.errors import DataError, UsageError
 from mha2gqa.reconstruct import LayerFit, ReconstructConfig, reconstruct
+from mha2gqa.reconstruct.calls import gather
 from mha2gqa.reconstruct.driver import split_batches
-from mha2gqa.reconstruct.hidden_states import Stream, gather
+from mha2gqa.reconstruct.hidden_states import Stream
 from mha2gqa.reconstruct.ranks import Ranks
 from mha2gqa.reconstruct.refit import refit, ridge_solution
 from mha2gqa.reconstruct.regress import rate, relative_error, row_order

@@ -25,8 +25,8 @@ from mha2gqa.calibration import load_statistics
 from mha2gqa.checkpoints.loading import load_model, load_tokenizer
 from mha2gqa.checkpoints.reader import open_checkpoint
 from mha2gqa.checkpoints.streaming import CheckpointLayers
-from mha2gqa.conversion import calibrated, walk, work_dir
-from mha2gqa.conversion.inputs import Inputs
+from mha2gqa.conversion import CalibrationOptions, walk, work_dir
+from mha2gqa.conversion.inputs import Inputs, calibration_inputs
 from mha2gqa.conversion.work_dir import WorkDir
 from mha2gqa.errors import CheckpointError, DataError, UsageError
 from mha2gqa.reconstruct import ReconstructConfig
@@ -115,8 +115,8 @@ def save(model: Any, folder: Path) -> Path:
 def blocks(source: Path, text: str) -> torch.Tensor:
     """The calibration text as blocks of 17 ids."""
     tokenizer = load_tokenizer(source)
-    options = calibrated.CalibrationOptions(texts=(text,), window=16)
-    rows = calibrated.calibration_inputs(tokenizer, open_checkpoint(source).config, options).rows
+    options = CalibrationOptions(texts=(text,), window=16)
+    rows = calibration_inputs(tokenizer, open_checkpoint(source).config, options).rows
     assert isinstance(rows, torch.Tensor)
     return rows
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from ..checkpoints.hf_config import text_config
 from ..config import ConvertConfig, ReconstructConfig
+from ..conversion.options import FLOAT32_PARAMETERS
 from ..conversion.plan import ModulePlan, Plan
 from ..merging.grouping import evaluations
 
@@ -24,7 +25,6 @@ SEARCH_RATE = 1.25e10  # eigenproblem sizes cubed per second, 16 cores
 # What PyTorch's allocator keeps beside what is in use, and CUDA's context: what nvidia-smi shows.
 CACHED, CONTEXT_BYTES = 2.2, 1.5e9
 TRAINED_BYTES = 16  # float32 weight and gradient, two moments of Adam
-FLOAT32_PARAMETERS = 10**9  # models up to this size are worked on in float32
 STREAMS = 3  # the original's hidden states, the converted model's, and what a layer returns
 GPUS_SHARE = 0.9  # of a further GPU that is used
 LOAD_BYTES_PER_SECOND = 1.5e9  # of a layer from disk and back

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -15,9 +12,7 @@ from typing import Any, ClassVar, Unpack
 from .. import distributed
 from ..arch_conversion import ArchConvertedCheckpoint, as_architecture, carry_tokenizer, written
 from ..architectures.wide import stored_heads
-from ..checkpoints.atomic import write_text
 from ..checkpoints.hf_config import dtype_bytes, vocabulary_size
-from ..checkpoints.json_files import read_json
 from ..checkpoints.loading import resolve_device
 from ..checkpoints.manifest import write_manifest
 from ..checkpoints.output import check_output, check_space, publish
@@ -36,8 +31,7 @@ from ..config.keywords import ConvertKeywords
 from ..config.option import build
 from ..config.signature import takes_options
 from ..data import paths_or_source
-from ..errors import CheckpointError, UnsupportedModelError, listed
-from ..modeling import modeling_file
+from ..errors import CheckpointError, UnsupportedModelError
 from ..progress import Callback, Progress, current, reporting
 from ..report import write_card
 from ..results import Result
@@ -48,10 +42,17 @@ from . import Calibrated, CalibrationOptions, Stage, calibrate, convert_model
 from .generated import with_generated
 from .in_memory import convert_state_dict
 from .plan import Groupings, Plan, plan_conversion
+from .result_files import move_alignment_heads, write_config
 from .result_tensors import result_tensors
-from .rewrite import ModuleConverter
 from .untie import untied
-from .warnings import data_free_warnings, loss_warnings
+from .warnings import (
+    broken_warnings,
+    data_free_warnings,
+    dropped_warnings,
+    loss_warnings,
+    merging_notes,
+    pooling_warnings,
+)
 
 WRITING = "writing"  # the stage in which tensors go into files
 
@@ -328,16 +329,16 @@ def _result(job: _Job, calibrated: Calibrated, checks: list[Check], odd: Sequenc
         checks,
         [
             *plan.warnings,
-            *_broken_warnings(odd),
+            *broken_warnings(odd),
             *(f"published unchecked, as allowed: {what}" for what in unchecked(checks, plan.config)),
-            *_dropped_warnings(job.dropped),
+            *dropped_warnings(job.dropped),
             *job.sides.warnings(),
             *_notes(job.seen),
             *calibrated.warnings,
-            *_loss_warnings(calibrated, plan),
-            *_data_free_warnings(job, calibrated),
-            *_merging_notes(converters),
-            *_pooling_warnings(converters),
+            *loss_warnings(calibrated.about.get("losses", {}), vocabulary_size(plan.config)),
+            *(data_free_warnings(plan) if not calibrated.about else []),
+            *merging_notes(converters),
+            *pooling_warnings(converters),
         ],
         calibrated.about,
         cache_sizes(plan),
@@ -345,15 +346,6 @@ def _result(job: _Job, calibrated: Calibrated, checks: list[Check], odd: Sequenc
         plan.wide,
         {"before": plan.modules[0].geometry.head_dim, "after": plan.modules[0].result.head_dim},
     )
-
-
-def _data_free_warnings(job: _Job, calibrated: Calibrated) -> list[str]:
-    return data_free_warnings(calibrated.plan) if not calibrated.about else []
-
-
-def _loss_warnings(calibrated: Calibrated, plan: Plan) -> list[str]:
-    losses = calibrated.about.get("losses")
-    return loss_warnings(losses, vocabulary_size(plan.config)) if losses else []
 
 
 def cache_sizes(plan: Plan) -> dict[str, int]:
@@ -370,19 +362,6 @@ def cache_sizes(plan: Plan) -> dict[str, int]:
     return sizes
 
 
-def _broken_warnings(odd: Sequence[str]) -> list[str]:
-    """What to know of unchanged tensors that hold NaN or infinity."""
-    if not odd:
-        return []
-    return [
-        f"NaN or infinity in {listed(sorted(odd))}, as in the source: the model may give no usable output"
-    ]
-
-
-def _dropped_warnings(names: Sequence[str]) -> list[str]:
-    return [f"left out, as asked: {listed(sorted(names))}"] if names else []
-
-
 def _notes(seen: Checkpoint) -> list[str]:
     return [seen.found.sentence, *seen.found.notes] if isinstance(seen, ArchConvertedCheckpoint) else []
 
@@ -393,28 +372,6 @@ def _arch_conversion_checks(job: _Job, folder: Path) -> list[Check]:
         return []
     tokenizer = carry_tokenizer(job.original.path, folder, job.trust_remote_code)
     return [check_arch_conversion(job.original.config, job.seen.found), Check("tokenizer", *tokenizer)]
-
-
-def write_config(folder: Path, plan: Plan) -> None:
-    """Write config.json, and beside it the modelling code that the result needs, if any."""
-    config = plan.config
-    if plan.export is not None:
-        shutil.copyfile(modeling_file(plan.export), folder / plan.export.file)
-        tokenizer = folder / "tokenizer_config.json"
-        named = tokenizer.exists() and "tokenizer_class" in json.loads(tokenizer.read_text(encoding="utf-8"))
-        if not named and "tokenizer_class" not in config:
-            config = {**config, "tokenizer_class": plan.export.tokenizer}
-    write_text(folder / "config.json", json.dumps(config, indent=2, ensure_ascii=False) + "\n")
-
-
-def move_alignment_heads(folder: Path, plan: Plan) -> None:
-    """Let generation_config.json name the heads that tell word times by their new numbers (Whisper)."""
-    path = folder / "generation_config.json"
-    raw = read_json(path) if path.exists() else {}
-    pairs = raw.get("alignment_heads")
-    if pairs and (moved := plan.moved(pairs)) != pairs:
-        text = json.dumps(raw | {"alignment_heads": moved}, indent=2, ensure_ascii=False)
-        write_text(path, text + "\n")
 
 
 def check_dtypes(plan: Plan, checkpoint: Checkpoint) -> None:
@@ -432,22 +389,6 @@ def check_dtypes(plan: Plan, checkpoint: Checkpoint) -> None:
                     where=name,
                     fix="convert the full-precision model",
                 )
-
-
-def _merging_notes(converters: Sequence[ModuleConverter]) -> list[str]:
-    """What merging could not use and why, once for all modules of which it is true."""
-    found = Counter(note for r in converters if r.report for note in r.report["notes"])
-    return [f"{note} ({count} of {len(converters)} modules)" for note, count in found.items()]
-
-
-def _pooling_warnings(converters: Sequence[ModuleConverter]) -> list[str]:
-    ratios = [r.report["norm_ratio"]["k"] for r in converters if r.report and r.plan.method == "mean"]
-    if ratios and min(ratios) < 0.6:
-        return [
-            f"pooled keys keep only {min(ratios):.2f} to {max(ratios):.2f} of a head's norm: the heads of a group "
-            "are nearly unrelated and cancel; calibrated merging (--calibration TEXT) or --method joint loses far less"
-        ]
-    return []
 
 
 def _manifest(result: ConvertResult, job: _Job, plan: Plan) -> dict[str, Any]:

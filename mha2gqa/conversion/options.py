@@ -13,6 +13,7 @@ from .plan import Plan
 
 GENERATE = "generate"  # instead of a path: the original samples the text
 CALIBRATED = ("joint", "align")  # methods that know which heads fit together, and use moments
+FLOAT32_PARAMETERS = 10**9  # models up to this size are worked on in float32
 WINDOW = ConvertConfig.calibration_window
 Stage = Callable[[str, int, int], None]
 UNITS = {"statistics": "blocks", "grouping": "layers", "fitting": "layers", "distilling": "steps"}

@@ -223,3 +223,14 @@ def layer_report(
         "norm_ratio": {name: round(value, 4) for name, value in ratio.items()},
         "notes": list(merged.notes),
     }
+
+
+def module_converters(
+    plan: Plan,
+    shapes: Mapping[str, Sequence[int]],
+    read: Callable[[str], Tensor],
+    statistics: Statistics | None,
+    fitted: bool = False,
+) -> list[ModuleConverter]:
+    """One converter per attention module of the plan."""
+    return [ModuleConverter(plan, module, shapes, read, statistics, fitted) for module in plan.modules]

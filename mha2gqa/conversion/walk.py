@@ -6,11 +6,12 @@ memory as a whole, the walk is the same and its blocks simply stay.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .. import distributed, progress
 from ..calibration import (
@@ -32,7 +33,9 @@ from ..reconstruct.hidden_states import Stream, block_paths
 from ..reconstruct.ranks import Ranks
 from ..reconstruct.row_store import Memory, choose_place
 from ..reconstruct.train_state import frozen, repeatable
+from .block_weights import BlockWeights, tensor_of
 from .clock import Clock
+from .converted import Converted, NotAChain
 from .in_memory import empty_copy
 from .inputs import Inputs, held_out_loss
 from .measured import Measured
@@ -45,29 +48,6 @@ from .validation import Validation
 from .work_dir import FinishedBlock, WorkDir
 
 OBSERVED = "observed"  # the blocks' arguments under the attention function that is observed
-
-
-class NotAChain(Exception):
-    """The blocks of a model do not simply feed each other: all of it must be in memory."""
-
-
-@dataclass
-class Converted:
-    """A converted model.
-
-    Args:
-        model: Complete where the original was in memory; otherwise its blocks are in the work folder.
-        plan: How, in the names of the original's state dict.
-        reports: By module path.
-        about: Tokens, losses, seconds: for the result and the manifest.
-        warnings: What the user should know.
-    """
-
-    model: Any
-    plan: Plan
-    reports: dict[str, dict[str, Any]] = field(default_factory=dict)
-    about: dict[str, Any] = field(default_factory=dict)
-    warnings: list[str] = field(default_factory=list)
 
 
 class Walk:
@@ -106,10 +86,11 @@ class Walk:
         self.shapes = {name: tuple(x.shape) for name, x in self.teacher.state_dict().items()}
         self.reports: dict[str, dict[str, Any]] = {}
         self.fits: list[LayerFit] = []
-        self.measured = Measured(self._read, keep=options.statistics is not None)
         self.kept: Validation | None = None
         self.grouped_already = False
         self.student = empty_copy(self.teacher, plan)
+        self.weights = BlockWeights(layers, self.student, self.blocks, self.ranks)
+        self.measured = Measured(self.weights.read, keep=options.statistics is not None)
         self.own_spec = result_spec(plan.spec, plan)
         pairs = find_pairs(self.teacher, self.student, plan.spec, self.own_spec)
         shared = {module_key(m.module) for m in plan.modules if not m.unchanged}
@@ -157,7 +138,7 @@ class Walk:
         self.original = Stream(self.teacher, self._share(self.inputs), size, self.blocks, self.memory)
         if not self.original.chained and not self.layers.resident:
             raise NotAChain
-        self._share_outside()
+        self.weights.share_outside()
         if self._all_at_once():
             self._measure_all(size)
         if self.validation is not None and self.original.chained:
@@ -208,9 +189,7 @@ class Walk:
                 self.fitter.leave()
             else:
                 self.original.advance()
-        self.layers.free(block)
-        if not self.layers.resident:
-            _forget(self.student.get_submodule(block))
+        self.weights.free(block)
 
     def _make(self, block: str) -> list[str]:
         """Measure, group, merge and fit the modules of a block; returns the names of the tensors that changed."""
@@ -290,7 +269,8 @@ class Walk:
     def _group(self, modules: tuple[ModulePlan, ...] | list[ModulePlan]) -> None:
         """Search which heads of these modules share."""
         with self.clock("grouping"):
-            plan, fields = grouped(self.plan, self._read_anywhere, self._moments(), self.options, modules)
+            read = partial(self.weights.read_anywhere, at=self.original.at)
+            plan, fields = grouped(self.plan, read, self._moments(), self.options, modules)
             chosen = self.ranks.agree({m.path: m.grouping for m in plan.modules})
             self.plan = plan.regrouped(chosen)
             for path, gained in fields.items():
@@ -302,13 +282,13 @@ class Walk:
             new: dict[str, Tensor] = {}
             for module in self._modules(block):
                 moments = self._moments()
-                converter = ModuleConverter(self.plan, module, self.shapes, self._read, moments)
+                converter = ModuleConverter(self.plan, module, self.shapes, self.weights.read, moments)
                 new |= {name: converter.tensor(role) for role, name in converter.names.items()}
                 if converter.report:
                     self.reports[module.path] = converter.report | self.reports.get(module.path, {})
                 self.measured.merged(module)
-            self._fill(block, new)
-            return sorted(name for pair in self._pairs(block) for name in pair.module.names.values())
+            self.weights.fill(block, new, self._own(block))
+            return sorted(self._own(block))
 
     def _merge_all(self) -> None:
         """All blocks of a model that is no chain, before any is fitted."""
@@ -319,20 +299,6 @@ class Walk:
                 "original": held_out_loss(self.teacher, self.validation),
                 "merged": held_out_loss(self.student, self.validation),
             }
-
-    def _fill(self, block: str, new: dict[str, Tensor]) -> None:
-        """Give a block of the converted model its tensors: new ones, and the original's for the rest."""
-        module = self.student.get_submodule(block)
-        own = {name for pair in self._pairs(block) for name in pair.module.names.values()}
-        tensors = {}
-        for name in module.state_dict():
-            full = f"{block}.{name}"
-            x = new[full] if full in new else self._read(full)
-            alone = full in own or self.layers.resident  # what is trained must not be the original's
-            tensors[name] = x.detach().clone() if alone else x.detach()
-        module.load_state_dict(tensors, assign=True, strict=True)
-        module.requires_grad_(False)
-        self.ranks.copy_first(tensors[name] for name in sorted(tensors) if f"{block}.{name}" in own)
 
     # --- what is fitted ----------------------------------------------------------------------------------
 
@@ -355,7 +321,7 @@ class Walk:
 
     def _finished(self, block: str, changed: list[str]) -> FinishedBlock:
         """A block as the work folder keeps it."""
-        tensors = {name: _tensor(self.student, name) for name in changed}
+        tensors = {name: tensor_of(self.student, name) for name in changed}
         modules = {
             m.path: {"grouping": [list(g) for g in m.grouping], "report": self.reports.get(m.path, {})}
             for m in self._modules(block)
@@ -374,7 +340,8 @@ class Walk:
         self.reports |= {path: known["report"] for path, known in done.modules.items() if known["report"]}
         self.measured.restore(done)
         self.clock.seconds = dict(done.info["seconds"])
-        self._fill(block, {name: x.to(device) for name, x in done.tensors.items()})
+        new = {name: x.to(device) for name, x in done.tensors.items()}
+        self.weights.fill(block, new, self._own(block))
         if self.fitter is not None:
             self.fitter.enter()
         if self.kept is not None:
@@ -408,6 +375,10 @@ class Walk:
     def _pairs(self, block: str) -> list[Any]:
         return [pair for pair in self.pairs if pair.teacher.path in self.of_block[block]]
 
+    def _own(self, block: str) -> set[str]:
+        """Names of the converted model's own tensors in a block."""
+        return {name for pair in self._pairs(block) for name in pair.module.names.values()}
+
     def _vocabulary(self) -> int:
         return int(self.teacher.config.get_text_config().vocab_size)
 
@@ -415,35 +386,6 @@ class Walk:
         if self.given:
             return self.statistics
         return self.measured.statistics()
-
-    def _read(self, name: str) -> Tensor:
-        """A tensor of the original's block that is loaded."""
-        return _tensor(self.teacher, name)
-
-    def _read_anywhere(self, name: str) -> Tensor:
-        """A tensor of the original, whose block is loaded for it if need be."""
-        x = self._read(name)
-        if not x.is_meta:
-            return x
-        block = next(b for b in self.blocks if name.startswith(f"{b}."))
-        self.layers.load(block)
-        x = self._read(name)
-        if block != self.blocks[self.original.at]:
-            self.layers.free(block)
-        return x
-
-    def _share_outside(self) -> None:
-        """Give the converted model what lies outside the blocks."""
-        inside = tuple(f"{block}." for block in self.blocks)
-        known = dict(self.teacher.named_parameters(remove_duplicate=False))
-        for name, p in list(self.student.named_parameters(remove_duplicate=False)):
-            if p.is_meta and not name.startswith(inside) and name in known and not known[name].is_meta:
-                x = known[name].detach()
-                owner, _, leaf = name.rpartition(".")
-                kept = nn.Parameter(x.clone() if self.layers.resident else x, requires_grad=False)
-                setattr(self.student.get_submodule(owner), leaf, kept)
-        if self.layers.resident and hasattr(self.student, "tie_weights"):
-            self.student.tie_weights()
 
     def _too_large(self, block: str) -> CheckpointError:
         """What to try where a block does not fit the device."""
@@ -491,24 +433,3 @@ class Walk:
         about["seconds"] = self.clock.seconds
         about |= {"peak_device_bytes": self.clock.peak} if self.clock.peak else {}
         return Converted(self.student.eval(), self.plan, self.reports, about, warnings)
-
-
-def fit_config(config: ReconstructConfig, inputs: Inputs) -> ReconstructConfig:
-    """The stages with a batch of so many blocks as a step's tokens make, which the text fills several times."""
-    config = config.for_window(inputs.window)
-    return replace(config, batch_size=min(config.batch_size, max(1, len(inputs) // 8)))
-
-
-def _tensor(model: nn.Module, name: str) -> Tensor:
-    owner, _, leaf = name.rpartition(".")
-    x = getattr(model.get_submodule(owner), leaf)
-    assert isinstance(x, Tensor), name
-    return x
-
-
-def _forget(module: nn.Module) -> None:
-    """Let go of the weights of a module; its shapes stay."""
-    for name, p in list(module.named_parameters()):
-        owner, _, leaf = name.rpartition(".")
-        absent = nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=False)
-        setattr(module.get_submodule(owner), leaf, absent)

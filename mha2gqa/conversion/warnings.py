@@ -1,13 +1,16 @@
-"""Warnings of a conversion: what one without data is worth, and losses that do not look right."""
+"""Warnings of a conversion: what one without data is worth, losses that do not look right, what merging could not use."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 from ..checkpoints.hf_config import is_encoder_decoder
 from ..data.seq2seq import is_audio
+from ..errors import listed
 from .plan import Plan
+from .rewrite import ModuleConverter
 
 UNIFORM_SHARE = 0.5  # of the loss of a uniform guess: trained models stay well below on text of their kind
 
@@ -91,3 +94,32 @@ def _better(plan: Plan, seq2seq: bool) -> str:
     if is_audio(plan.source):
         return "--calibration recordings with their transcripts"
     return "--calibration pairs of its task (--source-column, --target-column)"
+
+
+def broken_warnings(odd: Sequence[str]) -> list[str]:
+    """What to know of unchanged tensors that hold NaN or infinity."""
+    if not odd:
+        return []
+    return [
+        f"NaN or infinity in {listed(sorted(odd))}, as in the source: the model may give no usable output"
+    ]
+
+
+def dropped_warnings(names: Sequence[str]) -> list[str]:
+    return [f"left out, as asked: {listed(sorted(names))}"] if names else []
+
+
+def merging_notes(converters: Sequence[ModuleConverter]) -> list[str]:
+    """What merging could not use and why, once for all modules of which it is true."""
+    found = Counter(note for r in converters if r.report for note in r.report["notes"])
+    return [f"{note} ({count} of {len(converters)} modules)" for note, count in found.items()]
+
+
+def pooling_warnings(converters: Sequence[ModuleConverter]) -> list[str]:
+    ratios = [r.report["norm_ratio"]["k"] for r in converters if r.report and r.plan.method == "mean"]
+    if ratios and min(ratios) < 0.6:
+        return [
+            f"pooled keys keep only {min(ratios):.2f} to {max(ratios):.2f} of a head's norm: the heads of a group "
+            "are nearly unrelated and cancel; calibrated merging (--calibration TEXT) or --method joint loses far less"
+        ]
+    return []

@@ -14,8 +14,8 @@ from ..architectures import AttentionSpec, find_attention_modules
 from ..calibration import Batch, Progress, module_key
 from ..config.reconstruct import ReconstructConfig
 from ..lm_head import ChunkedLogits, chunk_slices
+from .calls import slice_rows
 from .driver import split_batches, window_of
-from .hidden_states import slice_rows
 from .regress import minimise, row_order
 from .train_state import autocast, float32, frozen, repeatable, trained_parameters
 

@@ -14,7 +14,8 @@ from ..architectures import AttentionModule, AttentionSpec, find_attention_modul
 from ..calibration import Batch, module_key
 from ..config.reconstruct import ReconstructConfig
 from ..errors import DataError
-from .hidden_states import Calls, Stream, block_paths, gather, slice_rows
+from .calls import Calls, gather, slice_rows
+from .hidden_states import Stream, block_paths
 from .ranks import Ranks
 from .refit import refit
 from .regress import regress, variance

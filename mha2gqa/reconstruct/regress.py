@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config.reconstruct import ReconstructConfig
-from .hidden_states import Calls
+from .calls import Calls
 from .ranks import Ranks
 from .row_store import Prefetched
 from .train_state import autocast

@@ -1,0 +1,39 @@
+"""What a walk makes, and with which steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ..reconstruct import ReconstructConfig
+from .inputs import Inputs
+from .plan import Plan
+
+
+class NotAChain(Exception):
+    """The blocks of a model do not simply feed each other: all of it must be in memory."""
+
+
+@dataclass
+class Converted:
+    """A converted model.
+
+    Args:
+        model: Complete where the original was in memory; otherwise its blocks are in the work folder.
+        plan: How, in the names of the original's state dict.
+        reports: By module path.
+        about: Tokens, losses, seconds: for the result and the manifest.
+        warnings: What the user should know.
+    """
+
+    model: Any
+    plan: Plan
+    reports: dict[str, dict[str, Any]] = field(default_factory=dict)
+    about: dict[str, Any] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+
+
+def fit_config(config: ReconstructConfig, inputs: Inputs) -> ReconstructConfig:
+    """The stages with a batch of so many blocks as a step's tokens make, which the text fills several times."""
+    config = config.for_window(inputs.window)
+    return replace(config, batch_size=min(config.batch_size, max(1, len(inputs) // 8)))

@@ -1,0 +1,41 @@
+"""Second moments that were measured before: reading them, and what the result says of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ..calibration import Statistics, fingerprint, load_statistics
+from ..errors import UsageError
+from .options import CALIBRATED, CalibrationOptions
+from .plan import Plan
+
+
+def saved_statistics(
+    plan: Plan, read: Callable[[str], Tensor], options: CalibrationOptions
+) -> Statistics | None:
+    """Moments from the file, if the method has a use for them and the file exists."""
+    if plan.method not in CALIBRATED or not options.statistics or not Path(options.statistics).exists():
+        return None
+    statistics = load_statistics(options.statistics)
+    check_owner(statistics, plan, read)
+    return statistics
+
+
+def check_owner(statistics: Statistics, plan: Plan, read: Callable[[str], Tensor]) -> None:
+    owner = statistics.about.get("model")
+    if owner and owner != fingerprint([module.module for module in plan.modules], read):
+        raise UsageError(
+            "measured on another model", where="--statistics", fix="give another file name or remove the file"
+        )
+
+
+def about_statistics(statistics: Statistics | None) -> dict[str, Any]:
+    return {} if statistics is None else {"statistics": dict(statistics.about)}
+
+
+def statistics_warnings(statistics: Statistics | None) -> list[str]:
+    return [] if statistics is None else list(statistics.about.get("notes", []))

@@ -1,0 +1,222 @@
+"""Calibration of a checkpoint through its model, block by block or in memory as a whole; an unfinished one goes on."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..architectures import AttentionModule
+from ..calibration import (
+    attention_instances,
+    data_digest,
+    module_key,
+    writable,
+)
+from ..checkpoints.dtypes import torch_dtype
+from ..checkpoints.fingerprints import checkpoint_fingerprint
+from ..checkpoints.hf_config import stored_dtype
+from ..checkpoints.loading import load_model, load_tokenizer, resolve_device
+from ..checkpoints.reader import Checkpoint
+from ..checkpoints.streaming import CheckpointLayers, Layers, ResidentLayers
+from ..data import TextSource
+from ..progress import current
+from ..reconstruct import ReconstructConfig
+from ..reconstruct.hidden_states import block_paths
+from .converted import Converted, NotAChain
+from .in_memory import plan_model
+from .inputs import Inputs, calibration_inputs
+from .known_statistics import saved_statistics
+from .options import FLOAT32_PARAMETERS, CalibrationOptions
+from .plan import ModulePlan, Plan
+from .rewrite import ModuleConverter, module_converters
+from .storing import as_stored
+from .walked import walked
+from .work_dir import WorkDir
+
+logger = logging.getLogger("mha2gqa")
+
+
+@dataclass
+class Calibrated:
+    """What calibration decided.
+
+    Args:
+        plan: The conversion, groupings included.
+        converters: One per attention module of the checkpoint.
+        about: Text, tokens, losses, seconds: for the result and the manifest.
+        warnings: What the user should know.
+        work: Holds the finished blocks until the result is published.
+    """
+
+    plan: Plan
+    converters: list[ModuleConverter]
+    about: dict[str, Any] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+    work: WorkDir | None = None
+
+
+def with_model(
+    checkpoint: Checkpoint,
+    plan: Plan,
+    options: CalibrationOptions,
+    fitted: ReconstructConfig | None,
+    out: Path | None,
+    force: bool,
+) -> Calibrated:
+    """Walk over the model of a checkpoint; what is finished is handed to the writer by role."""
+    if options.statistics and not Path(options.statistics).exists():
+        writable(options.statistics)  # before the text is run, which may take an hour
+    tokenizer = load_tokenizer(checkpoint.path, trust_remote_code=options.trust_remote_code)
+    inputs = calibration_inputs(tokenizer, checkpoint.config, options, checkpoint.path)
+    whole = fitted is not None and fitted.regress and fitted.distill_steps > 0
+    layers = _resident(checkpoint, options) if whole else _streamed(checkpoint, options)
+    try:
+        return _through(layers, checkpoint, plan, inputs, options, fitted, out, force)
+    except NotAChain:
+        del layers
+        return _through(_resident(checkpoint, options), checkpoint, plan, inputs, options, fitted, out, force)
+
+
+def _through(
+    layers: Layers,
+    checkpoint: Checkpoint,
+    plan: Plan,
+    inputs: Inputs,
+    options: CalibrationOptions,
+    fitted: ReconstructConfig | None,
+    out: Path | None,
+    force: bool,
+) -> Calibrated:
+    teacher = layers.model
+    live = plan_model(teacher, plan.groups, plan.method, None, plan.seed, plan.attention, plan.wide)
+    attention_instances(teacher, [s.module for s in live.modules])  # a file holds a shared module once
+    live = live.regrouped({s.path: _stored_module(plan, s.module).grouping for s in live.modules})
+    if isinstance(layers, CheckpointLayers):
+        first = min(live.modules, key=lambda m: m.module.layer)
+        layers.split(block_paths(teacher, first.path, first.module.layer))
+    work = None if out is None or layers.resident else WorkDir(out)
+    try:
+        if work is not None:
+            keys = _work_keys(checkpoint, live, inputs, options, fitted, layers)
+            if count := work.open(keys, restart=force):
+                logger.info("%s: going on after %d finished layers", work.root, count)
+        statistics = saved_statistics(plan, checkpoint.read, options)
+        done = walked(layers, live, inputs.to(layers.device), options, fitted, statistics, work)
+    except BaseException:
+        if work is not None:
+            work.close()
+        raise
+    return _handed_over(done, checkpoint, plan, inputs, options, fitted, work)
+
+
+def _handed_over(
+    done: Converted,
+    checkpoint: Checkpoint,
+    plan: Plan,
+    inputs: Inputs,
+    options: CalibrationOptions,
+    fitted: ReconstructConfig | None,
+    work: WorkDir | None,
+) -> Calibrated:
+    """What a walk has finished, as converters of the checkpoint's own modules."""
+    plan = plan.regrouped({_stored_module(plan, s.module).path: s.grouping for s in done.plan.modules})
+    made = module_converters(plan, checkpoint.shapes, checkpoint.read, None, fitted is not None)
+    known = {module_key(m.module): m for m in done.plan.modules}
+    for converter in made:
+        source = known[module_key(converter.module.module)]
+        report = done.reports.get(source.path, {})
+        report = report | {"path": converter.module.path} if report else {}
+        roles = converter.module.names
+        state = _state_of(done, source, work)
+        converter.finish_with(partial(_as_stored, plan, done.plan, source, state, roles, checkpoint), report)
+    names = options.texts.names if isinstance(options.texts, TextSource) else list(options.texts)
+    about = {"texts": names} | done.about
+    return Calibrated(plan, made, about, [*inputs.warnings, *done.warnings], work)
+
+
+def _state_of(
+    done: Converted, module: ModulePlan, work: WorkDir | None
+) -> Callable[[], Mapping[str, Tensor]]:
+    """The converted model's tensors, when they are due: of the model in memory, or of the finished block."""
+    if work is None:
+        return done.model.state_dict
+    blocks = block_paths(done.model, module.path, module.module.layer)
+    number = next(i for i, block in enumerate(blocks) if module.path.startswith(f"{block}."))
+    return lambda: work.get(number).tensors
+
+
+def _as_stored(
+    plan: Plan,
+    live: Plan,
+    module: ModulePlan,
+    state: Callable[[], Mapping[str, Tensor]],
+    names: Mapping[str, str],
+    checkpoint: Checkpoint,
+) -> dict[str, Tensor]:
+    """A finished module as its checkpoint stores it."""
+    tensors = as_stored(plan.spec, live, module, state(), names)
+    dtypes = {role: torch_dtype(checkpoint.tensors[name].dtype) for role, name in names.items()}
+    return {role: x.to("cpu", dtypes[role]) for role, x in tensors.items() if role in dtypes}
+
+
+def _work_keys(
+    checkpoint: Checkpoint,
+    plan: Plan,
+    inputs: Inputs,
+    options: CalibrationOptions,
+    fitted: ReconstructConfig | None,
+    layers: Layers,
+) -> dict[str, Any]:
+    """Everything that decides what a walk makes."""
+    return {
+        "source": checkpoint_fingerprint(checkpoint.path),
+        "groups": plan.groups,
+        "wide": plan.wide,
+        "method": plan.method,
+        "attention": list(plan.attention),
+        "grouping": options.how(plan),
+        "groupings": {m.path: [list(g) for g in m.grouping] for m in plan.modules},
+        "calibration": data_digest(inputs.rows),
+        "statistics": None if options.statistics is None else str(options.statistics),
+        "fit": None if fitted is None else asdict(fitted),
+        "seed": plan.seed,
+        "dtype": str(layers.model.dtype),
+        "device": layers.device.type,
+    }
+
+
+def _working_dtype(checkpoint: Checkpoint) -> str:
+    """float32 for models small enough to afford it, which a machine must not decide; else as stored."""
+    count = sum(torch.Size(info.shape).numel() for info in checkpoint.tensors.values())
+    return "float32" if count <= FLOAT32_PARAMETERS else "auto"
+
+
+def _streamed(checkpoint: Checkpoint, options: CalibrationOptions) -> CheckpointLayers:
+    """The source, read block by block."""
+    device = resolve_device(options.device)
+    stored = stored_dtype(checkpoint.config)
+    name = _working_dtype(checkpoint)
+    dtype = torch.float32 if name == "float32" else stored
+    return CheckpointLayers(checkpoint, dtype, device, trust_remote_code=options.trust_remote_code)
+
+
+def _resident(checkpoint: Checkpoint, options: CalibrationOptions) -> ResidentLayers:
+    """The source in memory as a whole."""
+    current().stage("loading")
+    device = resolve_device(options.device)
+    dtype = stored_dtype(checkpoint.config) if _working_dtype(checkpoint) == "auto" else torch.float32
+    model = load_model(
+        checkpoint.path, dtype=dtype, device=device, trust_remote_code=options.trust_remote_code
+    )
+    return ResidentLayers(model.requires_grad_(False))
+
+
+def _stored_module(plan: Plan, live: AttentionModule) -> ModulePlan:
+    return next(s for s in plan.modules if module_key(s.module) == module_key(live))

@@ -1,0 +1,88 @@
+"""A model converted by a walk over its blocks, and trained end to end where the options ask for it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from torch import Tensor
+
+from ..calibration import (
+    Statistics,
+    data_digest,
+    module_key,
+)
+from ..checkpoints.streaming import Layers
+from ..progress import current
+from ..reconstruct import ReconstructConfig, distill
+from .converted import Converted, fit_config
+from .inputs import Inputs, held_out_loss, split_held_out
+from .options import CalibrationOptions
+from .plan import Plan
+from .search import grouped
+from .storing import result_spec
+from .walk import Walk
+from .work_dir import WorkDir
+
+
+def walked(
+    layers: Layers,
+    plan: Plan,
+    inputs: Inputs,
+    options: CalibrationOptions,
+    fitted: ReconstructConfig | None,
+    statistics: Statistics | None,
+    work: WorkDir | None = None,
+) -> Converted:
+    """Walk over the blocks of a model, and train it end to end where the options ask for it."""
+    warnings = []
+    seen, kept = split_held_out(inputs)
+    if kept is None and fitted is not None:
+        warnings.append(
+            f"{len(seen)} blocks of {seen.window} tokens are too few to fit modules and to judge the fit: "
+            "refit and reconstruct are left out"
+        )
+        fitted = None
+    how = options.how(plan)
+    if how not in ("neighbours", "search", "given"):
+        plan, _ = grouped(plan, _unread, None, options)
+    if statistics is not None and statistics.about.get("data_sha256") != data_digest(seen.read):
+        warnings.append(
+            f"the moments in {options.statistics} were measured on other text than --calibration, and are used; "
+            "remove the file to measure them again"
+        )
+    config = None if fitted is None else fit_config(fitted, seen)
+    done = Walk(layers, plan, seen, kept, options, config, work, statistics).run()
+    done.warnings += warnings
+    if config is not None and config.regress and config.distill_steps:
+        _distil(layers.model, done, seen, kept, config)
+    return done
+
+
+def _unread(name: str) -> Tensor:
+    raise AssertionError(f"{name} is not needed to read groupings")
+
+
+def _distil(
+    teacher: Any, done: Converted, seen: Inputs, kept: Inputs | None, config: ReconstructConfig
+) -> None:
+    """Train the fitted model end to end; its losses and steps go into the result."""
+    shared = {module_key(m.module) for m in done.plan.modules if not m.unchanged}
+    if not shared:
+        return
+    shown = current()
+    shown.stage("distilling", config.distill_steps, "steps")
+    made = distill(
+        teacher,
+        done.model,
+        done.plan.spec,
+        seen.read,
+        config,
+        lambda step, steps: shown.advance(step),
+        student_spec=result_spec(done.plan.spec, done.plan),
+        only=shared,
+    )
+    done.about |= {"distilled": asdict(made)}
+    done.about |= {"distilled_token_visits": made.steps * config.batch_size * seen.window}
+    if kept is not None:
+        done.about["losses"]["fitted"] = held_out_loss(done.model, kept)

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import platform
+from collections.abc import Mapping
 from importlib import import_module, metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -60,10 +61,20 @@ class Result:
 
     command: ClassVar[str] = ""
     table: ClassVar[str] = ""  # the field that `to_dataframe` returns: a list of rows
+    renamed: ClassVar[
+        Mapping[str, str]
+    ] = {}  # older name of a field -> field; both hold for this schema version
 
     def to_dict(self) -> dict[str, Any]:
         """The result as plain JSON data, with schema version, command and versions first."""
-        return headed(self.command, jsonable(self))
+        data = jsonable(self)
+        return headed(self.command, data | {old: data[new] for old, new in self.renamed.items()})
+
+    def __getattr__(self, name: str) -> Any:
+        """A field under its older name."""
+        if name in type(self).renamed:
+            return getattr(self, type(self).renamed[name])
+        raise AttributeError(f"{type(self).__name__} has no attribute {name}")
 
     def write_json(self, path: str | Path) -> Path:
         """Write `to_dict()` to `path`, indented."""

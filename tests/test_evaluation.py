@@ -537,20 +537,20 @@ def test_other_tokenizers_are_compared_by_bytes_only(tmp_path: Path, plain: PreT
     a, b = LoadedModel("a", pico_llama(), plain), LoadedModel("b", pico_llama(), by_letter)
     docs = documents([20, 30])
     result = evaluate([a, b], docs, window=16, device="cpu")
-    assert result.comparison == "bits_per_byte" and any("tokenizers differ" in n for n in result.notices)
+    assert result.comparison == "bits_per_byte" and any("tokenizers differ" in n for n in result.warnings)
     assert [m.loss for m in result.models] == [m.perplexity for m in result.models] == [None, None]
     assert all(m.bits_per_byte > 0 for m in result.models)
     assert result.models[1].bytes == sum(len(d.text) - 1 for d in docs)
     sizes = sorted(m.bytes for m in result.models)  # first tokens, one of which is a letter, have no context
     assert sizes[0] < sizes[1] and any(
-        f"between {sizes[0]:,} and {sizes[1]:,} b" in n for n in result.notices
+        f"between {sizes[0]:,} and {sizes[1]:,} b" in n for n in result.warnings
     )
     with pytest.raises(UsageError, match="tokenizers differ"):
         evaluate([a, b], docs, window=16, device="cpu", against=a)
     with pytest.raises(UsageError, match="same text"):
         evaluate([a, b], docs, window=16, device="cpu", max_tokens=10)
     whole = evaluate([a, b], docs, protocol="rolling", device="cpu")
-    assert not any("not quite" in n for n in whole.notices)
+    assert not any("not quite" in n for n in whole.warnings)
     rolling = whole.models[1]
     assert rolling.paired is not None  # the same bytes, document by document
 
@@ -571,7 +571,7 @@ def test_infinite_loss_is_reported(plain: PreTrainedTokenizerBase) -> None:
     result = run(net, plain, documents([60, 60]), window=32)
     out = result.models[0]
     assert out.loss == out.perplexity == out.bits_per_byte == math.inf and out.confidence is None
-    assert any("inf" in n for n in result.notices)
+    assert any("inf" in n for n in result.warnings)
     assert json.dumps(result.to_dict(), allow_nan=False)
     with pytest.raises(GateError):
         both = [LoadedModel("a", pico_llama(), plain), LoadedModel("b", net, plain)]
@@ -612,9 +612,9 @@ def test_defaults_bend_to_the_context_and_say_so(
 ) -> None:
     result = run(model, plain, documents([200]))
     assert result.settings["window"] == 128 and result.settings["stride"] == 64
-    assert result.notices == ["window 128, the context of m"]
+    assert result.warnings == ["window 128, the context of m"]
     result = run(model, plain, documents([200]), protocol="rolling", stride=3)
-    assert result.settings["window"] == 128 and "ignored" in result.notices[1]
+    assert result.settings["window"] == 128 and "ignored" in result.warnings[1]
 
 
 def test_encoder_decoders_need_their_own_protocol(plain: PreTrainedTokenizerBase) -> None:

@@ -88,7 +88,7 @@ def test_p03_short_texts_windows_and_strides(tmp_path: Path) -> None:
         scored(model, tokenizer, docs(20), window=10, stride=11)
     with pytest.raises(UsageError, match="longer than the context"):
         scored(model, tokenizer, docs(20), window=129)
-    assert scored(model, tokenizer, docs(20)).notices == ["window 128, the context of T0"]
+    assert scored(model, tokenizer, docs(20)).warnings == ["window 128, the context of T0"]
 
 
 def test_p04_every_window_starts_with_bos(tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_p11_another_tokenizer_is_not_compared_by_perplexity(tmp_path: Path) -> 
     result = evaluate(folders, text, window=32, device="cpu")
     assert result.comparison == "bits_per_byte"
     assert all(m.loss is None and m.perplexity is None and m.bits_per_byte > 0 for m in result.models)
-    assert any("tokenizers differ" in notice for notice in result.notices)
+    assert any("tokenizers differ" in warning for warning in result.warnings)
     with pytest.raises(UsageError, match="tokenizers differ"):
         evaluate(folders[1], text, window=32, device="cpu", against=folders[0])
 

@@ -73,7 +73,7 @@ def score(model: Path, data: Path | str) -> mha2gqa.ModelResult:
 
 def told(result: mha2gqa.EvaluateResult) -> list[str]:
     """Everything that it says beside its figures."""
-    return [*result.notices, *(w for m in result.to_dict()["models"] for w in m.get("notices", ()))]
+    return [*result.warnings, *(w for m in result.to_dict()["models"] for w in m.get("notices", ()))]
 
 
 def store(model: Path, state: State, **config: Any) -> Path:
@@ -149,7 +149,7 @@ def test_n03_a_downloaded_data_set_is_scored_without_its_card(
         (folder / name).write_text("w1 w2 w3 " * 30)
     right, found = score(model, text), scored(model, folder)
     assert (found.models[0].tokens, found.models[0].loss) == (right.tokens, right.loss)
-    assert any("README.md" in notice for notice in told(found))
+    assert any("README.md" in warning for warning in told(found))
     pq.write_table(pa.table({"text": TEXTS}), folder / "data" / "test-0.parquet")
     with pytest.raises(UsageError, match="several splits"):
         score(model, folder)
@@ -247,7 +247,7 @@ def test_n09_compressed_text(
     shutil.copy(text, folder / "b.jsonl")
     both = scored(model, folder)  # nothing is passed over in silence
     assert both.models[0].tokens == 2 * right.tokens
-    assert any("several kinds" in notice for notice in told(both))
+    assert any("several kinds" in warning for warning in told(both))
 
 
 def test_n09_arrow(model: Path, tmp_path: Path, text: Path) -> None:

@@ -128,7 +128,7 @@ def test_d02_padded_vocabulary_is_renormalised_with_a_note(models, tmp_path):
     pico_llama(vocab_size=72).save_pretrained(teacher)
     word_tokenizer(teacher)
     result = uptrain(models[1], tmp_path / "up", models[2], teacher=str(teacher), **RUN)
-    assert any("64 output columns and the teacher 72" in notice for notice in result.notices)
+    assert any("64 output columns and the teacher 72" in warning for warning in result.warnings)
     assert result.teacher == str(teacher)
 
 
@@ -179,7 +179,7 @@ def test_a_model_that_names_no_original_learns_from_text_and_says_so(models, tmp
     (student / "mha2gqa.json").unlink()
     result = uptrain(student, tmp_path / "up", models[2], **RUN)
     assert result.teacher is None
-    assert any("no original is recorded" in warning for warning in result.notices)
+    assert any("no original is recorded" in warning for warning in result.warnings)
 
 
 def test_d03_worse_is_called_worse(models, tmp_path):
@@ -224,7 +224,7 @@ def test_less_than_a_block(models, tmp_path):
 def test_data_that_ends_early_is_repeated_and_said(models, tmp_path):
     text = write_text(tmp_path / "few.jsonl", documents=8)
     result = uptrain(models[1], tmp_path / "up", text, **{**RUN, "tokens": 64 * 10, "holdout": 0.0})
-    assert any("passes over it" in notice for notice in result.notices)
+    assert any("passes over it" in warning for warning in result.warnings)
     assert result.budget["unique_tokens"] < result.budget["tokens"]
     assert result.losses["held_out_end"] is None and result.worse is None
 

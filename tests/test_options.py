@@ -40,8 +40,8 @@ from mha2gqa.config import (
 )
 from mha2gqa.config.convert import Method
 from mha2gqa.config.evaluate import Protocol
+from mha2gqa.config.key_values import fit_help, read_fit
 from mha2gqa.config.option import CLI, RECIPE
-from mha2gqa.config.pairs import fit_help, read_fit
 from mha2gqa.config.recipe import keys
 from mha2gqa.config.schema import recipe_schema
 from mha2gqa.config.yaml_text import parse
@@ -307,7 +307,7 @@ def test_fit_help_lists_every_key_with_default_and_range() -> None:
 
 def test_importing_the_declarations_imports_nothing_heavy() -> None:
     code = (
-        "import sys, mha2gqa.config, mha2gqa.config.generate, mha2gqa.config.pairs\n"
+        "import sys, mha2gqa.config, mha2gqa.config.generate, mha2gqa.config.key_values\n"
         "assert not {'torch', 'transformers', 'numpy', 'yaml', 'pydantic', 'click'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -472,10 +472,10 @@ def test_the_page_of_a_sweep_tells_no_tales(model: Path, text: Path, tmp_path: P
     recipe = recipe_for(model, text, tmp_path / "out", convert={}, sweep=axes)
     del recipe["uptrain"]["tokens"], recipe["report"]
     planned = sweep(recipe, dry_run=True)
-    assert not any("context" in line for line in planned.notices), "nobody asked for a context"
+    assert not any("context" in line for line in planned.warnings), "nobody asked for a context"
     asked = sweep(recipe | {"report": {"context": 512}}, dry_run=True)
     assert (
-        "report.context 512: the model was built for 128 tokens; sizes are quoted for those" in asked.notices
+        "report.context 512: the model was built for 128 tokens; sizes are quoted for those" in asked.warnings
     )
     result = sweep(recipe)
     page = (tmp_path / "out" / "report.html").read_text()

@@ -317,5 +317,5 @@ def test_a_stream_that_ends_early_is_repeated_and_said(models, tmp_path, capsys)
         run_command(commands.cli, args)
     out, err = capsys.readouterr()
     assert not caught.value.code, err
-    assert any("the data ended early" in notice for notice in json.loads(out)["notices"])
+    assert any("the data ended early" in warning for warning in json.loads(out)["warnings"])
     assert "the data ended early" in err

@@ -210,7 +210,7 @@ def test_sources_have_shares_and_lengths_differ(root: Path, tmp_path: Path) -> N
     short = np.mean([len(row["target"].split()) + 1 for row in ROWS])
     assert mean == pytest.approx(1 / (0.25 / short + 0.75 / 12), rel=1e-6)
     assert result.budget["tokens"] == pytest.approx(4000, rel=0.03)
-    assert any("long.jsonl has 48 target tokens: 62.50 passes over it" in w for w in result.notices)
+    assert any("long.jsonl has 48 target tokens: 62.50 passes over it" in w for w in result.warnings)
 
 
 def test_budgets_count_target_tokens() -> None:

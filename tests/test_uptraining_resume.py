@@ -303,7 +303,7 @@ def test_a_damaged_file_is_named_with_what_to_do(models, begun, name, fix, damag
         assert uptrain(student, begun, text, **RUN).resumed_from is None
         return
     if (name, damage) == ("sources.json", "another object"):
-        assert "since this run began" in " ".join(uptrain(student, begun, text, **RUN).notices)
+        assert "since this run began" in " ".join(uptrain(student, begun, text, **RUN).warnings)
         return
     with pytest.raises(CheckpointError) as caught:
         uptrain(student, begun, text, **RUN)
@@ -393,7 +393,7 @@ def test_text_that_changed_after_it_was_cut(models, tmp_path):
     write_text(text, seed=5)
     late = uptrain(student, tmp_path / "late", text, **RUN)
     assert losses(late) == losses(wanted) and equal(tmp_path / "late", tmp_path / "straight")
-    assert f"{text} has changed since this run began: it goes on" in " ".join(late.notices)
+    assert f"{text} has changed since this run began: it goes on" in " ".join(late.warnings)
     early = uptrain(student, tmp_path / "early", text, **RUN)
     assert losses(early) == losses(uptrain(student, tmp_path / "new", text, **RUN)) != losses(wanted)
     assert early.losses["held_out"] == uptrain(student, tmp_path / "new", text, **RUN).losses["held_out"]

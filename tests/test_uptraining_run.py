@@ -95,7 +95,7 @@ def test_sources_are_mixed_by_weight(models, tmp_path):
     few = write_text(tmp_path / "few.jsonl", documents=6, seed=9)
     options = {**TINY, "tokens": 64 * 10, "teacher": "none", "data_weights": (3.0, 1.0)}
     result = uptrain(student, tmp_path / "up", [text, few], **options)
-    assert any("few.jsonl has" in notice and "passes over it" in notice for notice in result.notices)
+    assert any("few.jsonl has" in warning and "passes over it" in warning for warning in result.warnings)
     assert result.budget["unique_tokens"] < result.budget["tokens"]
     with pytest.raises(UsageError, match="must be one weight for each"):
         uptrain(student, tmp_path / "no", [text], **options)
@@ -109,7 +109,7 @@ def test_one_document_is_streamed_again_and_again(models, tmp_path):
     options = {"tokens": 64 * 10, "teacher": "none", **TINY, "holdout": 0.0, "save_steps": 2}
     result = uptrain(student, tmp_path / "up", text, streaming=True, **options)
     assert len(result.losses["train"]) == 10
-    assert "the data ended early: 4 whole passes" in " ".join(result.notices)  # of 151 tokens, 641 are read
+    assert "the data ended early: 4 whole passes" in " ".join(result.warnings)  # of 151 tokens, 641 are read
 
 
 def test_isolated_documents_are_trained(models, tmp_path):

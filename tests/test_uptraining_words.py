@@ -124,4 +124,4 @@ def test_a_teacher_without_a_share_is_told(models: tuple[Path, Path], tmp_path: 
     alone = uptrain(student, tmp_path / "a", text, tokens=64, teacher="none", ce_weight=1, **TINY)
     beside = uptrain(student, tmp_path / "b", text, tokens=64, ce_weight=1, **TINY)
     assert [e["loss"] for e in beside.losses["train"]] == [e["loss"] for e in alone.losses["train"]]
-    assert "ce_weight 1 gives the teacher no weight" in " ".join(beside.notices) and not alone.notices
+    assert "ce_weight 1 gives the teacher no weight" in " ".join(beside.warnings) and not alone.warnings

@@ -97,7 +97,7 @@ def test_uptraining_moves_the_text_model_as_it_would_alone(models, tmp_path):
             learning_rate=3e-3,
             **TINY,
         )
-    assert any("outside the text model keep their values" in notice for notice in result.notices)
+    assert any("outside the text model keep their values" in warning for warning in result.warnings)
     alone, inside = tensors(tmp_path / "llama-up")[0], tensors(tmp_path / "llava-up")[0]
     for name, tensor in alone.items():
         torch.testing.assert_close(inside[name], tensor, rtol=1e-4, atol=1e-6)

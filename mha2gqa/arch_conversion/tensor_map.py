@@ -75,7 +75,7 @@ class TensorMapBuilder:
     Args:
         names: All tensor names of the source.
         prefix: What may stand before every name but those of the head (a base model has none).
-        probe: Name behind the prefix that tells whether it is there.
+        probe: Name behind the prefix whose presence decides whether it is there.
     """
 
     def __init__(self, names: Iterable[str], prefix: str, probe: str) -> None:

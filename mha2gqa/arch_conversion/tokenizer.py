@@ -32,7 +32,7 @@ def carry_tokenizer(source: Path, folder: Path, trust_remote_code: bool = False)
         trust_remote_code: Consent to a tokenizer's own code.
 
     Returns:
-        Whether both read alike (None where that cannot be told), and a sentence about it.
+        Whether both read alike (None where that cannot be determined), and a sentence about it.
     """
     try:
         original = load_tokenizer(source, trust_remote_code)

@@ -21,7 +21,7 @@ def _both_kinds(heads_key: str, head_dim_key: str = "head_dim") -> tuple[Variant
 
 # The relative bias belongs to query heads. In T5 and mT5 layer 0 holds it for all decoder self-attention:
 # one order of heads for all those layers. umT5 has a bias in every layer. The first T5 checkpoints hold one
-# for cross-attention too, which transformers ignores: it is no part of the model.
+# for cross-attention too, which transformers ignores: it is not part of the model.
 T5 = AttentionSpec(
     modules=(
         ("self", "decoder.block.{layer}.layer.0.SelfAttention"),

@@ -138,7 +138,7 @@ def _count(value: Any, key: str) -> int | None:
     """A number of heads, or a width, as the config states it; None where it does not.
 
     Raises:
-        CheckpointError: What stands there is no such number.
+        CheckpointError: What is there is not such a number.
     """
     if value is None or (isinstance(value, int) and not isinstance(value, bool) and value > 0):
         return value

@@ -84,7 +84,7 @@ def _apply_rules(spec: AttentionSpec, config: Mapping[str, Any], text_type: str,
 
 
 def _only_as_another(model_type: str, where: str) -> UnsupportedModelError:
-    """What `convert` would have to be told for a type that cannot stay what it is."""
+    """Which `--as` a type needs that cannot stay what it is."""
     routes = ARCH_CONVERSIONS[model_type]
     targets = " or ".join(dict.fromkeys(route.target for route in routes))
     if not any(route.auto for route in routes):

@@ -266,7 +266,7 @@ def weight_bytes(folder: Path) -> int | None:
     """Bytes of the weight files that transformers would read from `folder`; None if it is not local.
 
     Raises:
-        CheckpointError: There are none, one is a Git LFS pointer, or what is there is no whole model.
+        CheckpointError: There are none, one is a Git LFS pointer, or what is there is not a complete model.
     """
     if not folder.is_dir():
         return None

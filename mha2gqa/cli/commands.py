@@ -24,7 +24,7 @@ from ..config import (
     declared,
 )
 from ..config.evaluate import OutputConfig
-from ..config.pairs import read_fit, read_sets
+from ..config.key_values import read_fit, read_sets
 from ..errors import UsageError
 from .exit_codes import run_command
 from .options import FitCommand, common, takes

@@ -12,8 +12,8 @@ import rich_click as click
 
 from ..config.coerce import Invalid, short
 from ..config.generate import type_words
+from ..config.key_values import fit_help
 from ..config.option import CLI, PANELS, Config, Declared, OptionError, declared, plain
-from ..config.pairs import fit_help
 from ..errors import UsageError
 from .state import FLAGS, setup_logging
 
@@ -61,22 +61,22 @@ def _number(value: Any) -> Any:
 
 
 def _option(item: Declared) -> Callable[[F], F]:
-    hint, told = plain(item.hint), item.option
+    hint, option = plain(item.hint), item.option
     flags, kind = list(item.flags), DeclaredType(item)
     needed = item.required
-    more: dict[str, Any] = {"type": kind, "metavar": told.metavar or _metavar(item, kind)}
+    more: dict[str, Any] = {"type": kind, "metavar": option.metavar or _metavar(item, kind)}
     if hint is bool:
         both = item.default is not False  # on by default, or decided by what else is given
         flags = [f"{flags[0]}/--no-{item.key.replace('_', '-')}"] if both else flags
         more = {"is_flag": True}
     elif isinstance(hint, type) and issubclass(hint, Config):
         more |= {"type": str, "multiple": True, "is_eager": True, "callback": _answer_help}
-    elif get_origin(hint) is tuple and not told.commas:
+    elif get_origin(hint) is tuple and not option.commas:
         more["multiple"] = True
     if not needed:
         more["default"] = None
     return click.option(
-        *flags, item.name, required=needed, help=_help(item, needed), panel=told.panel, **more
+        *flags, item.name, required=needed, help=_help(item, needed), panel=option.panel, **more
     )
 
 

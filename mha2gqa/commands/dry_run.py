@@ -31,7 +31,7 @@ def rehearse(recipe: Recipe) -> tuple[list[dict[str, Any]], list[str]]:
         recipe: `source` may also be a config file, so that a recipe is checked without its model.
 
     Returns:
-        Planned stages, and notices: warnings of the plan, and what could not be checked.
+        Planned stages, and warnings: warnings of the plan, and what could not be checked.
 
     Raises:
         UsageError, UnsupportedModelError, CheckpointError, DataError: What the run would fail on.
@@ -39,7 +39,7 @@ def rehearse(recipe: Recipe) -> tuple[list[dict[str, Any]], list[str]]:
     source = resolve_model(recipe.source)
     config = read_config(source)
     context = decoding_context(recipe, config)
-    notices = [] if recipe.report.context in (context, ReportConfig.context) else [_capped(recipe, context)]
+    warnings = [] if recipe.report.context in (context, ReportConfig.context) else [_capped(recipe, context)]
     stages: list[dict[str, Any]] = []
     for groups in recipe.sweep.groups if recipe.sweep and recipe.sweep.groups else [recipe.convert.groups]:
         found = plan(
@@ -50,7 +50,7 @@ def rehearse(recipe: Recipe) -> tuple[list[dict[str, Any]], list[str]]:
             batch=recipe.report.batch,
             context=context,
         )
-        notices += found.warnings
+        warnings += found.warnings
         stages.append(_planned("convert", _convert_detail(recipe, found)))
     texts = [*(x for x in recipe.convert.calibration if x != GENERATE), *recipe.evaluate.data]
     stages.append(_planned("evaluate", _evaluate_detail(recipe, config)))
@@ -59,14 +59,14 @@ def rehearse(recipe: Recipe) -> tuple[list[dict[str, Any]], list[str]]:
         for alpha in _alphas(recipe):
             stages.append(_planned("uptrain", _uptrain_detail(recipe, source, config, alpha)))
     for text in dict.fromkeys(texts):
-        notices += check_text(text, recipe, config)
+        warnings += check_text(text, recipe, config)
     for name in recipe.report.formats:
         if name not in (*FORMATS, "card"):
             raise UsageError(
                 f"{name!r} is not a format", where="report.formats", fix=f"{', '.join([*FORMATS, 'card'])}"
             )
     stages.append(_planned("report", ", ".join(recipe.report.formats)))
-    return stages, list(dict.fromkeys(notices))
+    return stages, list(dict.fromkeys(warnings))
 
 
 def _planned(name: str, detail: str) -> dict[str, Any]:

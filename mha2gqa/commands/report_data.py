@@ -52,11 +52,11 @@ class Outcome:
         return known + part_rows(self.uptrain, known)
 
     @property
-    def notices(self) -> list[str]:
+    def warnings(self) -> list[str]:
         """What the user should know, each line once."""
-        parts = [self.convert.get("warnings"), *(found.get("notices") for found in self.evaluations)]
-        parts += [self.uptrain.get("notices")]
-        return list(dict.fromkeys(line for part in parts for line in part or ()))
+        results = [self.convert, *self.evaluations, self.uptrain]
+        found = (result.get("warnings") or result.get("notices") or () for result in results)
+        return list(dict.fromkeys(line for part in found for line in part))
 
 
 def build_report(outcome: Outcome, command: str = "", frontier: Sequence[Mapping[str, Any]] = ()) -> Report:
@@ -93,7 +93,7 @@ def build_report(outcome: Outcome, command: str = "", frontier: Sequence[Mapping
         license_details={} if recipe.report.license else {k: v for k, v in stated.items() if k != "license"},
         datasets=hub_datasets(recipe),
         provenance=provenance(outcome),
-        warnings=outcome.notices,
+        warnings=outcome.warnings,
         **(how_to_load(Path(folder)) if folder else {}),
         recipe=recipe.to_yaml(),
         command=command,

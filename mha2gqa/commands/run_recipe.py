@@ -40,19 +40,20 @@ class RunResult(Result):
         models: Rows as in `evaluate`, each with its `role`.
         headline: One sentence.
         written: Files of the report.
-        notices: What the user should know.
+        warnings: What the user should know.
         next: What to do next.
         dry_run: Nothing was done.
     """
 
     command: ClassVar[str] = "run"
+    renamed: ClassVar[dict[str, str]] = {"notices": "warnings"}
     table: ClassVar[str] = "models"
     output: str
     stages: list[dict[str, Any]] = field(default_factory=list)
     models: list[dict[str, Any]] = field(default_factory=list)
     headline: str = ""
     written: list[str] = field(default_factory=list)
-    notices: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
     next: list[str] = field(default_factory=list)
     dry_run: bool = False
 
@@ -86,8 +87,8 @@ def run(
     recipe = as_recipe(recipe, overrides)
     check_recipe(recipe)
     if dry_run:
-        stages, notices = rehearse(recipe)
-        return RunResult(recipe.output, stages, notices=notices, dry_run=True)
+        stages, warnings = rehearse(recipe)
+        return RunResult(recipe.output, stages, warnings=warnings, dry_run=True)
     job = Job(recipe, StageRecords(Path(recipe.output) / "stages", force))
     return job.run()
 
@@ -184,7 +185,7 @@ class Job:
             outcome.models,
             headline(report),
             [str(path) for path in written],
-            outcome.notices,
+            outcome.warnings,
         )
         result.write_json(self.folder / "result.json")
         check_gate(self.recipe, outcome.models)

@@ -65,17 +65,18 @@ class SweepResult(Result):
         stages: As in `run`.
         models: The original, then one row for each cell: figures, `label`, `groups`, `method`, `alpha`.
         written: Files of the report.
-        notices: What the user should know.
+        warnings: What the user should know.
         dry_run: Nothing was done.
     """
 
     command: ClassVar[str] = "sweep"
+    renamed: ClassVar[dict[str, str]] = {"notices": "warnings"}
     table: ClassVar[str] = "models"
     output: str
     stages: list[dict[str, Any]] = field(default_factory=list)
     models: list[dict[str, Any]] = field(default_factory=list)
     written: list[str] = field(default_factory=list)
-    notices: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
     dry_run: bool = False
 
 
@@ -126,8 +127,8 @@ def sweep(
     check_recipe(recipe)
     cells = grid(recipe)
     if dry_run:
-        stages, notices = rehearse(recipe)
-        return SweepResult(recipe.output, stages, notices=notices, dry_run=True)
+        stages, warnings = rehearse(recipe)
+        return SweepResult(recipe.output, stages, warnings=warnings, dry_run=True)
     return _Sweep(recipe, cells, force).run()
 
 
@@ -138,7 +139,7 @@ class _Sweep:
         self.recipe, self.cells, self.force = recipe, cells, force
         self.folder = Path(recipe.output)
         self.stages: list[dict[str, Any]] = []
-        self.notices: list[str] = []
+        self.warnings: list[str] = []
         self.trained: list[dict[str, Any]] = []
 
     def run(self) -> SweepResult:
@@ -162,7 +163,7 @@ class _Sweep:
         written = write_report(report, self.folder, formats)
         written += write_pictures(report, self.folder / "pictures")
         result = SweepResult(
-            str(self.folder), self.stages, rows, [str(path) for path in written], self.notices
+            str(self.folder), self.stages, rows, [str(path) for path in written], self.warnings
         )
         result.write_json(self.folder / "result.json")
         return result
@@ -178,7 +179,7 @@ class _Sweep:
             role, name, place = "uptrained", f"evaluate-{job.trained}", job.uptrained
         scored = job.evaluate(name, {role: str(place)})
         if scored["data"]["sha256"] != first["data"]["sha256"]:
-            self.notices.append(f"{cell.label} was scored on other tokens: compare bits per byte")
+            self.warnings.append(f"{cell.label} was scored on other tokens: compare bits per byte")
         row = scored["models"][0] | self._speed(job, name.replace("evaluate", "bench"), str(place))
         self._collect(cell.label, job.records)
         method = found["method"]

@@ -231,7 +231,7 @@ class _Reader:
             raise error.at(f"{self.place(dotted)}: {dotted}") from error
 
     def check_together(self, kind: type[Config], name: str, found: Mapping[str, Any]) -> None:
-        """Keys that exclude or need each other, told at the key's own line."""
+        """Keys that exclude or need each other, reported at the key's own line."""
         arguments = {
             item.name: () if str(item.hint).startswith("tuple") else ""
             for item in declared(kind).values()

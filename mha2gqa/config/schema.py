@@ -44,10 +44,10 @@ def _section(kind: type[Config]) -> dict[str, Any]:
 
 def _option(item: Declared) -> dict[str, Any]:
     """One key: its type, range, choices, default and help."""
-    told = item.option.help.replace("`", "")
+    description = item.option.help.replace("`", "")
     if not item.required and item.default in (None, ()) and item.option.unset:
-        told += f" Default: {item.option.unset}."
-    found = {"description": told} | _type(
+        description += f" Default: {item.option.unset}."
+    found = {"description": description} | _type(
         item.hint, {_BOUNDS[sign]: bound for sign, bound in item.range.bounds}
     )
     if not item.required and item.default not in (None, ()):

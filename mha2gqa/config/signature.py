@@ -59,8 +59,8 @@ def _documented(doc: str, items: Iterable[Declared]) -> str:
     end = start + 1
     while end < len(lines) and lines[end].strip() and len(lines[end]) - len(lines[end].lstrip()) > indent:
         end += 1
-    told = [f"{' ' * indent}{item.name}: {item.option.help}{_default(item)}" for item in items]
-    return "\n".join([*lines[:start], *told, *lines[end:]])
+    described = [f"{' ' * indent}{item.name}: {item.option.help}{_default(item)}" for item in items]
+    return "\n".join([*lines[:start], *described, *lines[end:]])
 
 
 def _default(item: Declared) -> str:

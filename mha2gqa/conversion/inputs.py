@@ -57,7 +57,7 @@ class Inputs:
     - Second moments count real positions only: keys and values of self-attention and all queries those of the
       decoder, keys and values of cross-attention those of the encoder (`calibration.mark_padding`).
     - `labels` `[N, T]` is what the decoder must say after each position, -100 where no loss is taken: in padding and
-      within the prompt. It is no argument of the forward (`read` leaves it out).
+      within the prompt. It is not an argument of the forward (`read` leaves it out).
 
     Args:
         rows: Ids `[N, T + 1]` (inputs, and targets one later), or keyword tensors with N rows each.

@@ -26,7 +26,7 @@ def untied(plan: Plan, shapes: Mapping[str, Sequence[int]]) -> Plan:
         shapes: Shape by tensor name of the source.
 
     Raises:
-        UnsupportedModelError: The model is no decoder of text alone in a stock class, or its embedding is not found.
+        UnsupportedModelError: The model is not a decoder of text alone in a stock class, or its embedding is not found.
     """
     if not getattr(known_config(plan.config), "tie_word_embeddings", False):
         return replace(

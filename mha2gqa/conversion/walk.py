@@ -255,7 +255,7 @@ class Walk:
         self.grouped_already = True
 
     def _all_at_once(self) -> bool:
-        """Whether one order of heads holds for all layers (a position bias that they share), or blocks are no chain."""
+        """Whether one order of heads holds for all layers (a position bias that they share), or blocks do not form a chain."""
         searched = self.options.how(self.plan) == "search"
         together = any(
             self.plan.spec.permutable_of(m.module.kind) == "model"
@@ -291,7 +291,7 @@ class Walk:
             return sorted(self._own(block))
 
     def _merge_all(self) -> None:
-        """All blocks of a model that is no chain, before any is fitted."""
+        """All blocks of a model that is not a chain, before any is fitted."""
         for block in self.blocks:
             self._merge(block)
         if self.validation is not None:

@@ -60,7 +60,7 @@ def _by_prefix(tokenizer: Any, document: Document) -> tuple[list[int], list[bool
         if ids[: len(before)] != before or ids[: len(after)] != after:
             raise DataError(
                 "the chat template writes earlier turns differently once later ones follow, so that the "
-                "assistant's tokens cannot be told",
+                "assistant's tokens cannot be located",
                 where=document.source,
                 fix="mark them with {% generation %} in the template, or set assistant_only_loss false",
             )

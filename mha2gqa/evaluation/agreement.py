@@ -59,7 +59,7 @@ def attention_error(head: Scorer, reference: Scorer, batches: Sequence[Batch]) -
         batches: A little text (every window of a batch is run alone).
 
     Returns:
-        Path -> `sum |o - o'|² / sum |o|²`; empty where the modules cannot be told or do not correspond.
+        Path -> `sum |o - o'|² / sum |o|²`; empty where the modules cannot be located or do not correspond.
     """
     own, other = attention_outputs(head.model), attention_outputs(reference.model)
     if not own or own.keys() != other.keys():

@@ -100,7 +100,7 @@ def check_limits(
         against: Whether agreement is measured.
         max_ppl_ratio, min_agreement, fail_if_worse, max_wer_delta, max_bleu_drop: As `measure_gates`.
         metrics: Which metrics of generated text are measured.
-        where: What the user calls the limit, where it is no option.
+        where: What the user calls the limit, where it is not an option.
 
     Returns:
         The limits that were set, by name.

@@ -135,7 +135,7 @@ class _Joined:
             if not document.tokenised:
                 ids = np.concatenate([self.head, ids, self.tail])
             if number == 0:
-                self.reached = document.bytes_words(1 - self._before)  # the first id is no target
+                self.reached = document.bytes_words(1 - self._before)  # the first id is not a target
             self.tokens += len(ids)
             self._places[number] = (document.source, len(ids))
             yield ids

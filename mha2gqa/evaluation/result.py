@@ -218,6 +218,7 @@ class EvaluateResult(Result):
     """
 
     command: ClassVar[str] = "evaluate"
+    renamed: ClassVar[dict[str, str]] = {"notices": "warnings"}
     table: ClassVar[str] = "models"
     protocol: str
     settings: dict[str, Any]
@@ -225,15 +226,6 @@ class EvaluateResult(Result):
     models: list[ModelResult]
     comparison: Literal["tokens", "bits_per_byte"] = "tokens"
     warnings: list[str] = field(default_factory=list)
-
-    @property
-    def notices(self) -> list[str]:
-        """The warnings under the name they had before; `to_dict` has both for this version of the schema."""
-        return self.warnings
-
-    def to_dict(self) -> dict[str, Any]:
-        """The result as plain JSON data."""
-        return super().to_dict() | {"notices": self.warnings}
 
 
 def exp(value: float) -> float:

@@ -83,7 +83,7 @@ def block_paths(model: nn.Module, path: str, layer: int) -> list[str]:
 class Stream:
     """A model's hidden states at the input of one of its blocks.
 
-    Only that one stream is kept, and of the model only the current block is run. Where blocks are no plain
+    Only that one stream is kept, and of the model only the current block is run. Where blocks do not form a plain
     chain (each reading what the last one returned), every look inside runs the whole model up to there
     instead: slower, the same numbers, and all its weights are needed.
 

@@ -118,7 +118,10 @@ def report_of(folder: Path) -> Report:
         license_details=found,
         datasets=[name for name in _texts(manifest) if hub_name(name)],
         provenance=_provenance(manifest, trained),
-        warnings=[*(manifest.get("warnings") or ()), *(trained.get("notices") or ())],
+        warnings=[
+            *(manifest.get("warnings") or ()),
+            *(trained.get("warnings") or trained.get("notices") or ()),
+        ],
         **how_to_load(folder),
     )
 

@@ -20,7 +20,7 @@ HEADINGS = {
     "norm_ratio v": "value norm",
     **STAGE_ERRORS,
 }
-WHOLE = ("layer", "seconds")  # numbers that are no figures of the merge
+WHOLE = ("layer", "seconds")  # numbers that are not figures of the merge
 
 
 def layers_table(layers: Sequence[Row], groups: bool = False) -> Table:

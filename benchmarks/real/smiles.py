@@ -31,7 +31,7 @@ DRUGS = [
     "NS(=O)(=O)c1cc(C(=O)O)c(NCc2ccco2)cc1Cl",
     "O=C(O)c1cn(C2CC2)c2cc(N3CCNCC3)c(F)cc2c1=O",
 ]
-AT_ONCE = 32
+AT_ONCE = 64
 
 
 @torch.inference_mode()
@@ -42,7 +42,7 @@ def sampled(model: torch.nn.Module, tokenizer: object, count: int, seed: int) ->
     found = dict.fromkeys(DRUGS)
     while len(found) < count:
         asked = random.sample(list(found), min(AT_ONCE, len(found)))
-        batch = tokenizer(asked, return_tensors="pt", padding=True)  # type: ignore[operator]
+        batch = tokenizer(asked, return_tensors="pt", padding=True).to(model.device)  # type: ignore[operator]
         ids = model.generate(  # type: ignore[operator]
             input_ids=batch["input_ids"],
             attention_mask=batch["attention_mask"],
@@ -63,7 +63,9 @@ def main() -> None:
     parser.add_argument("--held-out", type=int, default=200)
     given = parser.parse_args()
     path, folder = given.work / "models" / "annalog", given.work / "smiles"
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     model, tokenizer = AutoModelForSeq2SeqLM.from_pretrained(path).eval(), AutoTokenizer.from_pretrained(path)
+    model = model.to(device)
     found = sampled(model, tokenizer, given.count + given.held_out, 0)
     random.Random(0).shuffle(found)
     folder.mkdir(parents=True, exist_ok=True)

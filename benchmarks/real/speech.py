@@ -3,8 +3,9 @@
     python benchmarks/real/speech.py WORK --text TEXT.jsonl [--minutes 6] [--words 1000] [--uptraining 60]
 
 Writes WORK/speech/real (LibriVox and spoken cards, with their transcripts), WORK/speech/calibration (so many minutes),
-WORK/speech/synthetic (so many words, of other sentences and other voices) and WORK/speech/uptraining (so many minutes). Needs the Debian packages
-`pocketsphinx-testdata` and `espeak-ng`.
+WORK/speech/synthetic (so many words, of other sentences and other voices) and WORK/speech/uptraining (so many
+minutes). Needs the Debian packages `pocketsphinx-testdata` and `espeak-ng`; where they are unpacked elsewhere,
+`--recorded` names the folder of the first.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import os
 import random
 import re
 import subprocess
 import wave
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 RECORDED = Path("/usr/share/pocketsphinx/test/data")
@@ -30,8 +33,8 @@ PLAIN = re.compile(
 )  # words alone: no digits, no symbols
 
 
-def recorded(folder: Path) -> int:
-    """The recordings with their transcripts as an AudioFolder.
+def recorded(folder: Path, source: Path) -> int:
+    """The recordings of the Debian package with their transcripts as an AudioFolder.
 
     Returns:
         Words.
@@ -39,16 +42,16 @@ def recorded(folder: Path) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     rows = []
     for part, table in (("librivox", "transcription"), ("cards", "cards.transcription")):
-        for line in (RECORDED / part / table).read_text().splitlines():
+        for line in (source / part / table).read_text().splitlines():
             found = re.fullmatch(r"<s> (.*?) *</s> \((.*)\)", line)
             if found is None:
                 raise ValueError(f"{table}: {line}")
-            (folder / f"{found[2]}.wav").write_bytes((RECORDED / part / f"{found[2]}.wav").read_bytes())
+            (folder / f"{found[2]}.wav").write_bytes((source / part / f"{found[2]}.wav").read_bytes())
             rows.append((f"{found[2]}.wav", found[1]))
     for name, text in RAW.items():
         with wave.open(str(folder / f"{name}.wav"), "wb") as file:
             file.setparams((1, 2, 16_000, 0, "NONE", ""))
-            file.writeframes((RECORDED / f"{name}.raw").read_bytes())
+            file.writeframes((source / f"{name}.raw").read_bytes())
         rows.append((f"{name}.wav", text))
     return _table(folder, rows)
 
@@ -69,28 +72,41 @@ def sentences(text: Path, seed: int) -> Iterator[str]:
 
 
 def spoken(
-    folder: Path, texts: Iterator[str], voices: Sequence[str], minutes: float, words: int
-) -> tuple[float, int]:
-    """Sentences in turn by each voice, until one of the limits is reached.
+    folder: Path, texts: Sequence[str], voices: Sequence[str], minutes: float, words: int
+) -> tuple[int, float, int]:
+    """Sentences in turn by each voice, until one of the limits is reached, whatever number of cores speaks.
 
     Returns:
-        Minutes and words.
+        Sentences, minutes and words.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    rows, seconds, count = [], 0.0, 0
-    for number, text in enumerate(texts):
-        if seconds >= 60 * minutes or count >= words:
-            break
-        path = folder / f"{number:04d}.wav"
-        voice = voices[number % len(voices)]
-        speed = str(140 + 20 * (number % 3))
-        subprocess.run(["espeak-ng", "-v", voice, "-s", speed, "-w", str(path), text], check=True)
+    rows: list[tuple[str, str]] = []
+    seconds, count, workers = 0.0, 0, os.cpu_count() or 1
+
+    def speak(number: int) -> float:
+        path, voice, speed = (
+            folder / f"{number:04d}.wav",
+            voices[number % len(voices)],
+            140 + 20 * (number % 3),
+        )
+        said = texts[number]
+        subprocess.run(["espeak-ng", "-v", voice, "-s", str(speed), "-w", str(path), said], check=True)
         with wave.open(str(path)) as file:
-            seconds += file.getnframes() / file.getframerate()
-        count += len(text.split())
-        rows.append((path.name, text))
+            return file.getnframes() / file.getframerate()
+
+    with ThreadPoolExecutor(workers) as pool:
+        for start in range(0, len(texts), workers):
+            numbers = range(start, min(len(texts), start + workers))
+            for number, length in zip(numbers, pool.map(speak, numbers), strict=True):
+                if seconds >= 60 * minutes or count >= words:
+                    (folder / f"{number:04d}.wav").unlink()
+                    continue
+                seconds, count = seconds + length, count + len(texts[number].split())
+                rows.append((f"{number:04d}.wav", texts[number]))
+            if seconds >= 60 * minutes or count >= words:
+                break
     _table(folder, rows)
-    return seconds / 60, count
+    return len(rows), seconds / 60, count
 
 
 def main() -> None:
@@ -101,9 +117,10 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=6, help="of speech to calibrate on")
     parser.add_argument("--words", type=int, default=1000, help="of speech to score on")
     parser.add_argument("--uptraining", type=float, default=0, help="minutes of speech to train on")
+    parser.add_argument("--recorded", type=Path, default=RECORDED, help="test data of pocketsphinx")
     given = parser.parse_args()
-    folder, texts = given.work / "speech", sentences(given.text, 0)
-    print("real:", recorded(folder / "real"), "words")
+    folder, texts = given.work / "speech", list(sentences(given.text, 0))
+    print("real:", recorded(folder / "real", given.recorded), "words")
     for name, minutes, words in (
         ("calibration", given.minutes, 10**9),
         ("synthetic", 10**9, given.words),
@@ -111,8 +128,11 @@ def main() -> None:
     ):
         if minutes == 0:
             continue
-        made = spoken(folder / name, texts, VOICES.get(name, VOICES["calibration"]), minutes, words)
-        print(f"{name}: {made[0]:.1f} minutes, {made[1]} words")
+        used, long, said = spoken(
+            folder / name, texts, VOICES.get(name, VOICES["calibration"]), minutes, words
+        )
+        texts = texts[used:]
+        print(f"{name}: {long:.1f} minutes, {said} words")
 
 
 if __name__ == "__main__":

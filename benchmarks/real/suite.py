@@ -1,10 +1,10 @@
 """Models that others trained, converted and scored by the command line: benchmarks/results/real_NAME.json.
 
-    python benchmarks/real/suite.py WORK NAME … [--text TEXT] [--tokens N] [--limit N] [--calibration-tokens N]
+    python benchmarks/real/suite.py WORK NAME … [--text TEXT] [--train-text TEXT] [--uptrain] [--jobs N] [--seconds S]
 
-Names: smollm2 (WORK/models/smollm2-135m-mha back to 3 KV heads, and 3 to 1), annalog (8 to 4), whisper-tiny.en (6 to 3 and
-2), whisper-base (8 to 4). Models come from `build.py`, recordings from `speech.py`, molecules from `smiles.py`. TEXT is
-what SmolLM2 is scored on. Rows that the file holds are not measured again.
+Names: smollm2 (WORK/models/smollm2-135m-mha back to 3 KV heads, and to 1), smollm2-gqa (3 to 1), annalog (8 to 4),
+whisper-tiny.en (6 to 3 and 2), whisper-base (8 to 4). Models come from `build.py`, recordings from `speech.py`, molecules
+from `smiles.py`. Rows that the file holds are not measured again: one that was stopped goes on.
 """
 
 from __future__ import annotations
@@ -14,9 +14,12 @@ import json
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
@@ -59,66 +62,95 @@ class Case:
     scored: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 
-def case(name: str, work: Path, text: str | None, tokens: int) -> Case:
+def case(name: str, given: argparse.Namespace) -> Case:
     """The case of a name."""
-    if name == "smollm2":
-        words = ("--data", text or "", "--protocol", "blocks", "--window", "256", "--max-tokens", str(tokens))
-        return Case(
-            "smollm2-135m-mha",
-            9,
-            [
-                Row("mean", 3, ("--method", "mean")),
-                Row("joint, no data", 3, ("--method", "joint")),
-                Row("mean", 1, ("--method", "mean")),
-                Row("joint, no data", 1, ("--method", "joint")),
-            ],
-            {"text": words},
-        )
+    if name.startswith("smollm2"):
+        return _smollm2(name, given)
     if name == "annalog":
-        given = ("--calibration", str(work / "smiles/calibration.jsonl"), "--targets", "generate")
-        scored = ("--data", str(work / "smiles/held_out.jsonl"), "--targets", "generate")
-        return Case(
-            "annalog",
-            8,
-            _seq2seq_rows(4, given, str(work / "smiles/calibration.jsonl"), "1M"),
-            {"molecules": (*scored, "--metrics", "exact_match")},
+        smiles = given.work / "smiles"
+        read = ("--calibration", str(smiles / "calibration.jsonl"), "--targets", "generate")
+        scored = (
+            "--data",
+            str(smiles / "held_out.jsonl"),
+            "--targets",
+            "generate",
+            "--metrics",
+            "exact_match",
         )
-    speech, language = work / "speech", () if name.endswith(".en") else ("--source-lang", "en")
-    given = ("--calibration", str(speech / "calibration"), "--targets", "generate", *language)
-    scored = {
+        rows = _seq2seq_rows(4, read, str(smiles / "calibration.jsonl"), given.pair_tokens or "1M")
+        return Case("annalog", 8, rows, {"molecules": scored})
+    speech, language = given.work / "speech", () if name.endswith(".en") else ("--source-lang", "en")
+    read = ("--calibration", str(speech / "calibration"), "--targets", "generate", *language)
+    data = {
         part: ("--data", str(speech / part), "--metrics", "wer,exact_match", *language)
         for part in ("synthetic", "real")
     }
-    rows: list[Row] = []
+    rows = []
     for groups in (3, 2) if name == "whisper-tiny.en" else (4,):
-        rows += _seq2seq_rows(groups, given, str(speech / "uptraining"), "100k", language)
-    return Case(name, 6 if name == "whisper-tiny.en" else 8, rows, scored)
+        rows += _seq2seq_rows(groups, read, str(speech / "uptraining"), given.pair_tokens or "300k", language)
+    return Case(name, 6 if name == "whisper-tiny.en" else 8, rows, data)
+
+
+def _smollm2(name: str, given: argparse.Namespace) -> Case:
+    """The multi-head copy of SmolLM2, from which the grouped model can come back without loss; or the model itself."""
+    words = ("--data", given.text or "", "--protocol", "blocks", "--window", "256", "--max-tokens")
+    scored = {"text": (*words, str(given.tokens))}
+    twin = name == "smollm2"
+    rows = []
+    for groups in (3, 1) if twin else (1,):
+        rows += [
+            Row("mean", groups, ("--method", "mean")),
+            Row("joint, no data", groups, ("--method", "joint")),
+        ]
+    if given.train_text:
+        read = ("--method", "joint", "--calibration", given.train_text)
+        trained = ("--data", given.train_text, "--tokens", given.text_tokens)
+        rows.append(Row("joint, calibrated", 1, read))
+        rows.append(Row("joint, calibrated, uptrained", 1, read, trained))
+    return Case("smollm2-135m-mha" if twin else "smollm2-135m", 9 if twin else 3, rows, scored)
 
 
 def _seq2seq_rows(
     groups: int, given: tuple[str, ...], data: str, tokens: str, language: tuple[str, ...] = ()
 ) -> list[Row]:
     trained = ("--data", data, "--targets", "generate", "--tokens", tokens, *language)
+    joint = ("--method", "joint", *given)
     return [
         Row("mean", groups, ("--method", "mean")),
         Row("joint, no data", groups, ("--method", "joint")),
-        Row("joint, calibrated", groups, ("--method", "joint", *given)),
-        Row("joint, calibrated, uptrained", groups, ("--method", "joint", *given), trained),
+        Row("joint, calibrated", groups, joint),
+        Row("joint, calibrated, uptrained", groups, joint, trained),
+        Row("joint, calibrated, uptrained (attention)", groups, joint, (*trained, "--train", "attention")),
     ]
 
 
-def command(*words: str) -> dict[str, Any]:
+class OutOfTime(Exception):
+    """The seconds that were given are over."""
+
+
+def command(deadline: float, *words: str) -> dict[str, Any]:
     """The JSON that a command of the product prints.
+
+    Args:
+        deadline: Of `time.monotonic`, when it is stopped.
+        words: Of the command.
 
     Raises:
         RuntimeError: It fails.
+        OutOfTime: It was not done in time.
     """
-    print("mha2gqa", *words, flush=True)
-    done = subprocess.run(
-        [sys.executable, "-m", "mha2gqa", *words, "--json", "-q"], capture_output=True, text=True, check=False
-    )
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise OutOfTime
+    began = time.perf_counter()
+    line = [sys.executable, "-m", "mha2gqa", *words, "--json", "-q"]
+    try:
+        done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=left)
+    except subprocess.TimeoutExpired as error:
+        raise OutOfTime from error
+    print(f"{time.perf_counter() - began:.1f} s: mha2gqa", *words, flush=True)
     if done.returncode:
-        raise RuntimeError(done.stderr.strip()[-2000:])
+        raise RuntimeError(f"{done.stderr.strip()[-2000:]} {done.stdout.strip()[-2000:]}")
     found: dict[str, Any] = json.loads(done.stdout)
     return found
 
@@ -144,53 +176,114 @@ def _kept(found: dict[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def measure(name: str, given: argparse.Namespace) -> None:
-    """Make and score what the results file of a case does not hold yet."""
-    found, path = case(name, given.work, given.text, given.tokens), RESULTS / f"real_{name}.json"
-    record: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    source = given.work / "models" / found.model
-    about = {
-        "command": "benchmarks/real/suite.py",
-        "model": name,
-        "heads": found.heads,
-        "rows": [],
-        "runs": [],
-    }
-    record = about | record | {"origin": json.loads((source / "origin.json").read_text())}
-    known = {(row["name"], row["groups"]) for row in record["rows"]}
-    for row in [Row("original", found.heads), *found.rows]:
-        left_out = row.uptrain is not None and not given.uptrain
-        if left_out or (row.name, row.groups) in known or (given.only and given.only not in row.name):
-            continue
-        line: dict[str, Any] = {"name": row.name, "groups": row.groups, "run": len(record["runs"])}
+class Measured:
+    """A case that is being measured, by several rows at once.
+
+    Args:
+        name: Of the case.
+        given: The options.
+    """
+
+    def __init__(self, name: str, given: argparse.Namespace) -> None:
+        self.name, self.given, self.case = name, given, case(name, given)
+        self.path: Path = given.results / f"real_{name}.json"
+        self.source: Path = given.work / "models" / self.case.model
+        self.rows = [Row("original", self.case.heads), *self.case.rows]
+        known: dict[str, Any] = json.loads(self.path.read_text()) if self.path.exists() else {}
+        origin = json.loads((self.source / "origin.json").read_text())
+        about = {"command": "benchmarks/real/suite.py", "model": name, "heads": self.case.heads}
+        self.record = about | {"rows": [], "runs": []} | known | {"origin": origin}
+        self.writing, self.making = Lock(), defaultdict[Path, Lock](Lock)
+
+    def missing(self) -> list[Row]:
+        """The rows that the file does not hold and the options ask for."""
+        known, given = {(row["name"], row["groups"]) for row in self.record["rows"]}, self.given
+        return [
+            row
+            for row in self.rows
+            if (row.name, row.groups) not in known
+            and (row.uptrain is None or given.uptrain)
+            and (given.only is None or given.only in row.name)
+            and (given.groups is None or row.groups in (given.groups, self.case.heads))
+        ]
+
+    def measure(self, row: Row) -> bool:
+        """Make and score a row, and write it; whether that was done in time and without an error."""
+        line: dict[str, Any] = {"name": row.name, "groups": row.groups}
         began = time.perf_counter()
-        out = source if row.name == "original" else _made(name, source, row, given, line)
-        line["seconds"] = round(time.perf_counter() - began, 1)
-        if name == "smollm2" and row.groups == 3 and "joint" in row.name:
-            line |= _copies_found(out, found.heads, row.groups)
-        line["scores"] = _scores(source, out, found, given)
-        record["rows"].append(line)
-        record["runs"].append(provenance(seed=0))
-        write_json(path, record)
-        print(json.dumps(line["scores"]), flush=True)
+        try:
+            out = self.source if row.name == "original" else self._made(row, line)
+            line["seconds"] = round(time.perf_counter() - began, 1)
+            if self.name == "smollm2" and row.groups == 3 and "joint" in row.name:
+                line |= _copies_found(out, self.case.heads, row.groups)
+            line["scores"] = self._scores(out)
+        except (OutOfTime, RuntimeError) as error:
+            print(f"{self.name}, {row.name}, G={row.groups}: {error or 'out of time'}", flush=True)
+            return False
+        with self.writing:
+            self._write(line)
+        print(f"{self.name}, {row.name}, G={row.groups}: {json.dumps(line['scores'])}", flush=True)
+        return True
+
+    def _write(self, line: dict[str, Any]) -> None:
+        run, runs = provenance(self.device, seed=0), self.record["runs"]
+        if run not in runs:
+            runs.append(run)
+        order = [(row.name, row.groups) for row in self.rows]
+        rows = [*self.record["rows"], line | {"run": runs.index(run)}]
+        rows.sort(key=lambda row: order.index((row["name"], row["groups"])))
+        self.record["rows"] = rows
+        write_json(self.path, self.record)
+
+    @property
+    def device(self) -> str:
+        """`cuda` where commands run there."""
+        return "cuda" if self.given.device != "cpu" and torch.cuda.is_available() else "cpu"
+
+    def _made(self, row: Row, line: dict[str, Any]) -> Path:
+        """The folder of a row, converted and uptrained unless it is there; what calibration used goes into `line`."""
+        given = self.given
+        stem = row.name.partition(", uptrained")[0].replace(", ", "-").replace(" ", "-")
+        out = given.work / "out" / f"{self.name}-g{row.groups}-{stem}"
+        calibrated = "--calibration" in row.words
+        fewer: tuple[str, ...] = ("--device", given.device)
+        if calibrated and given.calibration_tokens:
+            fewer += ("--calibration-tokens", str(given.calibration_tokens))
+        if calibrated and given.fit:
+            fewer += ("--fit", given.fit)
+        with self.making[out]:
+            if not out.exists():
+                words = ("--groups", str(row.groups), *row.words, *fewer)
+                command(given.deadline, "convert", str(self.source), str(out), *words)
+        used = json.loads((out / "mha2gqa.json").read_text()).get("calibration") or {}
+        line["calibration"] = {key: used[key] for key in KEPT_OF_CALIBRATION if key in used}
+        if row.uptrain is None:
+            return out
+        trained = out.with_name(f"{out.name}-up{'-attention' if 'attention' in row.uptrain else ''}")
+        if not trained.exists():
+            workers = f"dataloader_num_workers={given.workers}"
+            made = command(
+                given.deadline,
+                *("uptrain", str(out), str(trained), *row.uptrain, "--device", given.device),
+                *("--set", workers),
+            )
+            line["uptraining"] = {key: made.get(key) for key in KEPT_OF_UPTRAINING if key in made}
+        return Path(trained)
+
+    def _scores(self, out: Path) -> dict[str, Any]:
+        """The scores of a model beside its original, by data."""
+        found, given = {}, self.given
+        for data, words in self.case.scored.items():
+            limit = ("--max-examples", str(given.limit)) if given.limit and data != "text" else ()
+            other = () if out == self.source else (str(out),)
+            models = ("evaluate", str(self.source), *other, "--against", str(self.source))
+            how = ("--device", given.device, "--dtype", "float32")
+            found[data] = _kept(command(given.deadline, *models, *how, *words, *limit)["models"][-1])
+        return found
 
 
-def _made(name: str, source: Path, row: Row, given: argparse.Namespace, line: dict[str, Any]) -> Path:
-    """The folder of a row, converted and uptrained unless it is there; what calibration used goes into `line`."""
-    stem = row.name.removesuffix(", uptrained").replace(", ", "-").replace(" ", "-")
-    out = given.work / "out" / f"{name}-g{row.groups}-{stem}"
-    if not out.exists():
-        tokens = given.calibration_tokens
-        fewer = ("--calibration-tokens", str(tokens)) if tokens and "--calibration" in row.words else ()
-        command("convert", str(source), str(out), "--groups", str(row.groups), *row.words, *fewer)
-    used = json.loads((out / "mha2gqa.json").read_text()).get("calibration") or {}
-    line["calibration"] = {key: used[key] for key in ("tokens", "losses") if key in used}
-    if row.uptrain is None:
-        return out
-    trained = out.with_name(f"{out.name}-up")
-    if not trained.exists():
-        command("uptrain", str(out), str(trained), *row.uptrain)
-    return trained
+KEPT_OF_CALIBRATION = ("tokens", "unique_tokens", "losses")
+KEPT_OF_UPTRAINING = ("train", "budget", "seconds", "warnings")
 
 
 def _copies_found(out: Path, heads: int, groups: int) -> dict[str, int]:
@@ -201,34 +294,34 @@ def _copies_found(out: Path, heads: int, groups: int) -> dict[str, int]:
     return {"grouping_found": sum(a == b for a, b in zip(found, right, strict=True)), "layers": len(right)}
 
 
-def _scores(source: Path, out: Path, case: Case, given: argparse.Namespace) -> dict[str, Any]:
-    """The scores of a model beside its original, by data."""
-    found = {}
-    for data, words in case.scored.items():
-        limit = ("--max-examples", str(given.limit)) if given.limit and data != "text" else ()
-        other = () if out == source else (str(out),)
-        models = ("evaluate", str(source), *other, "--against", str(source), "--device", "cpu")
-        found[data] = _kept(command(*models, *words, *limit)["models"][-1])
-    return found
-
-
-def main() -> None:
+def main() -> int:
     """Measure what is named."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("work", type=Path)
     parser.add_argument("names", nargs="+", metavar="NAME")
-    parser.add_argument("--text", help="text for SmolLM2")
-    parser.add_argument("--tokens", type=int, default=16_384, help="scored of it")
+    parser.add_argument("--text", help="text that SmolLM2 is scored on")
+    parser.add_argument("--train-text", help="text that SmolLM2 is calibrated and uptrained on")
+    parser.add_argument("--tokens", type=int, default=16_384, help="scored of the text")
+    parser.add_argument("--text-tokens", default="10M", help="uptraining of SmolLM2")
+    parser.add_argument("--pair-tokens", help="uptraining of encoder-decoders, in target tokens")
     parser.add_argument("--limit", type=int, help="pairs scored at most, where a machine is slow")
     parser.add_argument("--calibration-tokens", type=int, help="as `convert` has it; its default otherwise")
+    parser.add_argument("--fit", help="as `convert` has it")
     parser.add_argument("--only", help="rows whose name holds this")
-    parser.add_argument(
-        "--uptrain", action="store_true", help="also the rows that are uptrained (a GPU's work)"
-    )
+    parser.add_argument("--groups", type=int, help="rows of so many KV heads")
+    parser.add_argument("--uptrain", action="store_true", help="also the rows that are uptrained")
+    parser.add_argument("--device", default="cpu", help="of every command")
+    parser.add_argument("--workers", type=int, default=0, help="processes that read data in uptraining")
+    parser.add_argument("--jobs", type=int, default=1, help="rows at once")
+    parser.add_argument("--seconds", type=float, default=1e6, help="stop after so many")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
     given = parser.parse_args()
-    for name in given.names:
-        measure(name, given)
+    given.deadline = time.monotonic() + given.seconds
+    with ThreadPoolExecutor(given.jobs) as pool:
+        cases = [Measured(name, given) for name in given.names]
+        done = [pool.submit(case.measure, row) for case in cases for row in case.missing()]
+    return 0 if all(task.result() for task in done) else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

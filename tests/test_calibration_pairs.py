@@ -22,6 +22,7 @@ from mha2gqa.conversion.options import CalibrationOptions
 from mha2gqa.data import PairOptions
 from mha2gqa.errors import DataError
 from mha2gqa.evaluation import evaluate
+from mha2gqa.reconstruct import ReconstructConfig, distill, reconstruct
 
 RNG = np.random.default_rng(1)
 ROWS = [
@@ -97,6 +98,40 @@ def test_moments_of_a_padded_batch_are_those_of_each_example_alone(root: Path, k
             assert found.tokens == int(keys)
         else:
             assert found.tokens == read
+
+
+def padded_further(rows: dict[str, torch.Tensor], more: int) -> dict[str, torch.Tensor]:
+    """The same examples with more padding behind the decoder's ids."""
+    ids, mask = rows["decoder_input_ids"], rows["decoder_attention_mask"]
+    wider = {"decoder_input_ids": torch.nn.functional.pad(ids, (0, more), value=7)}
+    return rows | wider | {"decoder_attention_mask": torch.nn.functional.pad(mask, (0, more))}
+
+
+@pytest.mark.parametrize("kind", ["marian", "whisper"])
+@pytest.mark.parametrize("unit", ["layer", "attention"])
+def test_padding_does_not_count_where_modules_are_fitted(root: Path, kind: str, unit: Any) -> None:
+    """Oracle: more padding changes neither the errors nor what is learned."""
+    spec, model = find_spec(load_config_json(root / kind)), load(root / kind)
+    options = {} if kind == "marian" else {"tokens": 10**6}
+    rows = inputs_for(root, kind, **options).read
+    assert isinstance(rows, dict)
+    config = ReconstructConfig(steps=6, batch_size=2, check_every=3, unit=unit, distill_steps=4)
+    found = []
+    for more in (0, 9):
+        student = load(root / kind)
+        with torch.no_grad():
+            for name, p in student.named_parameters():
+                if "decoder" in name and name.endswith("v_proj.weight"):
+                    p.mul_(0.7)
+        given = padded_further(rows, more)
+        fits = reconstruct(model, student, spec, given, config)
+        made = distill(model, student, spec, given, config)
+        weights = torch.cat([p.detach().flatten() for p in student.parameters()])
+        found.append(([(f.before, f.refitted, f.after) for f in fits], made.before, made.after, weights))
+    (errors, *divergence, weights), (wider, *wide_divergence, wide_weights) = found
+    np.testing.assert_allclose(np.array(errors, float), np.array(wider, float), rtol=2e-3)
+    np.testing.assert_allclose(divergence, wide_divergence, rtol=2e-2)
+    torch.testing.assert_close(weights, wide_weights, rtol=1e-2, atol=1e-3)
 
 
 def test_inputs_keep_their_promises(root: Path) -> None:

@@ -25,6 +25,7 @@ class Calls:
         fixed: Number of a batch -> the other arguments.
         size: Rows per batch; masks may depend on it.
         masked: Whether every batch has masks of its own: only its rows go together then.
+        real: bool `[N, T]`, which positions of the rows are real and count; None for all.
         scale: Squared errors are relative to this.
     """
 
@@ -34,7 +35,12 @@ class Calls:
     fixed: Callable[[int], Mapping[str, Any]]
     size: int
     masked: bool = False
+    real: Tensor | None = None
     scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.real is not None and self.real.shape != self.target.data.shape[:2]:
+            self.real = None
 
     def __len__(self) -> int:
         return len(self.span)
@@ -59,9 +65,21 @@ class Calls:
         batch = (self.span.start + int(index[0])) // self.size if self.masked else 0
         return first_tensor(module(**dict(zip(self.rows, inputs, strict=True)), **self.fixed(batch)))
 
-    def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        """Mean squared error relative to `scale`."""
-        return (output.float() - target.float()).square().mean() / self.scale
+    def real_of(self, index: Tensor) -> Tensor | None:
+        """Which positions of some rows are real, bool `[n, T]` on the device; None for all."""
+        if self.real is None:
+            return None
+        return self.real[(index + self.span.start).to(self.real.device)].to(self.target.memory.device)
+
+    def loss(self, output: Tensor, target: Tensor, index: Tensor) -> Tensor:
+        """Mean squared error over the real positions of some rows, relative to `scale`."""
+        errors, real = (output.float() - target.float()).square(), self.real_of(index)
+        return (errors if real is None else errors[real]).mean() / self.scale
+
+    def weight(self, index: Tensor) -> int:
+        """What some rows count for in a mean: rows, or their real positions."""
+        real = self.real_of(index)
+        return len(index) if real is None else int(real.sum())
 
 
 def gather(
@@ -89,7 +107,8 @@ def gather(
     assert targets is not None
     fixed = {i: student.call(module, i, before=True).fixed for i in range(count if student.masked else 1)}
     stores = dict(zip(names, rows, strict=True))
-    return Calls(stores, targets, range(source.count), fixed.__getitem__, source.size, student.masked)
+    span = range(source.count)
+    return Calls(stores, targets, span, fixed.__getitem__, source.size, student.masked, student.real)
 
 
 def slice_rows(inputs: Batch | Tensor, stop: int) -> Batch | Tensor:

@@ -16,6 +16,7 @@ from ..config.reconstruct import ReconstructConfig
 from ..lm_head import ChunkedLogits, chunk_slices
 from .calls import slice_rows
 from .driver import split_batches, window_of
+from .hidden_states import real_positions
 from .regress import minimise, row_order
 from .train_state import autocast, float32, frozen, repeatable, trained_parameters
 
@@ -93,7 +94,9 @@ def distill(
     def validate() -> float:
         rows = len(next(iter(kept.values())))
         batches = [torch.arange(start, min(start + size, rows)) for start in range(0, rows, size)]
-        return sum(len(index) / rows * outputs.divergence(_rows(kept, index)) for index in batches)
+        weights = [_real_count(_rows(kept, index)) for index in batches]
+        found = [outputs.divergence(_rows(kept, index)) for index in batches]
+        return sum(weight / sum(weights) * x for weight, x in zip(weights, found, strict=True))
 
     knobs = replace(config, steps=config.distill_steps, learning_rate=config.distill_rate, relative=False)
     with frozen(teacher, student), repeatable(), float32(parameters), torch.enable_grad():
@@ -105,6 +108,12 @@ def distill(
 def _rows(inputs: Batch | Tensor, index: Tensor) -> Batch:
     rows = {"input_ids": inputs} if isinstance(inputs, Tensor) else inputs
     return {name: x[index.to(x.device)] for name, x in rows.items()}
+
+
+def _real_count(batch: Batch) -> int:
+    """Positions of the decoder that count."""
+    real, read = real_positions(batch), batch.get("decoder_input_ids", next(iter(batch.values())))
+    return read.shape[0] * read.shape[1] if real is None else int(real.sum())
 
 
 class _Outputs:
@@ -122,10 +131,13 @@ class _Outputs:
         """Mean KL divergence over the tokens of some rows, nats; `learn` adds its gradient to the student's."""
         device = self.parameter.device
         batch = {name: x.to(device) for name, x in batch.items()}
+        real = real_positions(batch)
         with autocast(self.parameter):
             with torch.no_grad():
                 target = self.teacher.states(**batch)
             states = self.student.states(**batch)
+        if real is not None and real.numel() == len(states):
+            target, states = target[real.flatten()], states[real.flatten()]
         leaf = states.detach().requires_grad_(learn)
         total = torch.zeros((), dtype=torch.float64, device=device)
         limit = LOGITS.get(device.type, LOGITS["default"])

@@ -224,8 +224,8 @@ class Fitter:
         mine = self.student.model.get_submodule(pair.module.path)
         mean, squares, error, count = 0.0 * wanted[0][0, 0].double(), 0.0, 0.0, 0
         for i, y in zip(self.split[1], wanted, strict=True):
-            x, flat = _output(self.student, mine, i), y.flatten(0, -2).double()
-            error += float((x.flatten(0, -2).double() - flat).square().sum())
+            x, flat = (self.student.real_rows(i, z).double() for z in (_output(self.student, mine, i), y))
+            error += float((x - flat).square().sum())
             mean, squares, count = mean + flat.sum(0), squares + float(flat.square().sum()), count + len(flat)
         sums = self.ranks.sum(torch.tensor([error, squares, count], dtype=torch.float64, device=mean.device))
         mean = self.ranks.sum(mean) / sums[2]
@@ -279,7 +279,7 @@ class Fitter:
         rows = dict(zip(names, source.rows.values(), strict=True))
         count = len(self._outputs)
         fixed, masked = self.student.fixed, self.student.masked
-        calls = Calls(rows, self._outputs, range(count), fixed, self.student.size, masked)
+        calls = Calls(rows, self._outputs, range(count), fixed, self.student.size, masked, self.student.real)
         return self.student.block, calls
 
 

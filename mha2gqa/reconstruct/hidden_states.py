@@ -67,6 +67,14 @@ def _arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     return Call(rows, {n: x for n, x in bound.items() if n not in rows})
 
 
+def real_positions(inputs: Batch | Tensor) -> Tensor | None:
+    """Which positions of the decoder are real: bool `[N, T]`; None where all are."""
+    if isinstance(inputs, Tensor):
+        return None
+    mask = inputs.get("decoder_attention_mask" if "decoder_input_ids" in inputs else "attention_mask")
+    return None if mask is None or mask.ndim != 2 or bool(mask.all()) else mask.bool()
+
+
 def block_paths(model: nn.Module, path: str, layer: int) -> list[str]:
     """Paths of all blocks of the stack that holds a module, those without attention included.
 
@@ -111,6 +119,7 @@ class Stream:
         self.batches = list(batches(self.inputs, size))
         self.count = len(next(iter(self.inputs.values())))
         self.masked = any(name in self.inputs for name in MASKS)
+        self.real = real_positions(self.inputs)
         self._returned: list[list[Any]] = [[] for _ in self.batches]  # per batch, what each block returned
         self._fixed: dict[Any, dict[str, Any]] = {}
         self.rows = self._first_rows()
@@ -221,6 +230,12 @@ class Stream:
                 returned = [_with_first(x, first_tensor(x)[:rows]) for x in returned]
             self._fixed[name] = self._enter_block(batch, returned).fixed
         return self._fixed[name]
+
+    def real_rows(self, i: int, states: Tensor) -> Tensor:
+        """The real positions of what the model computes for a batch: `[B, T, D]` -> `[n, D]`."""
+        if self.real is None or self.real.shape[1:] != states.shape[1:2]:
+            return states.flatten(0, -2)
+        return states[self.real[self.rows_of(i)].to(states.device)]
 
     # --- the current block ---------------------------------------------------------------------------------
 

@@ -65,12 +65,12 @@ def _moments(
     n, width = prior.shape
     sums = _Moments(prior.new_zeros(n, n), prior.new_zeros(n, width))
     for i in which:
-        z = next(iter(student.call(module, i, before=True).rows.values())).flatten(0, -2).to(torch.float64)
-        y = wanted(i)
+        z = next(iter(student.call(module, i, before=True).rows.values()))
+        z, y = (student.real_rows(i, x).to(torch.float64) for x in (z, wanted(i)))
         if bias:
             z = torch.cat([z, z.new_ones(len(z), 1)], 1)
         sums.gram += z.T @ z
-        sums.cross += z.T @ y.flatten(0, -2).to(torch.float64)
+        sums.cross += z.T @ y
     ranks.sum(sums.gram)
     ranks.sum(sums.cross)
     return sums

@@ -70,7 +70,8 @@ def variance(calls: Calls, ranks: Ranks = ALONE) -> float:
     """Variance of all elements of the targets (of all ranks)."""
     sums = torch.zeros(3, dtype=torch.float64, device=calls.target.memory.device)
     for index in calls.in_order():
-        y = calls.fetch(index)[0].double()
+        y, real = calls.fetch(index)[0].double(), calls.real_of(index)
+        y = y if real is None else y[real]
         sums += torch.stack([sums.new_tensor(y.numel()), y.sum(), y.square().sum()])
     count, total, squares = ranks.sum(sums).tolist()
     return max(0.0, squares / count - (total / count) ** 2) * count / max(1.0, count - 1)
@@ -84,7 +85,8 @@ def relative_error(module: nn.Module, calls: Calls, ranks: Ranks = ALONE) -> flo
         target, *inputs = calls.fetch(index)
         with autocast(target):
             out = calls.output(module, inputs, index)
-        total += torch.tensor([float(calls.loss(out, target)) * len(index), len(index)], dtype=torch.float64)
+        weight = calls.weight(index)
+        total += torch.tensor([float(calls.loss(out, target, index)) * weight, weight], dtype=torch.float64)
     total = ranks.sum(total.to(calls.target.memory.device)).cpu()
     return float(total[0] / total[1])
 
@@ -134,7 +136,7 @@ def regress(
         index, target, *inputs = next(fetched)
         with autocast(target):
             out = train.output(module, inputs, index)
-        train.loss(out, target).backward()
+        train.loss(out, target, index).backward()
         for p in parameters if ranks.count > 1 else ():
             assert p.grad is not None
             ranks.sum(p.grad).div_(ranks.count)

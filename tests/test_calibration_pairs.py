@@ -143,10 +143,23 @@ def test_inputs_keep_their_promises(root: Path) -> None:
     model = load(root / "marian")
     right = evaluate(root / "marian", root / "pairs.jsonl", device="cpu").models[0]
     assert held_out_loss(model, inputs) == pytest.approx(right.loss, rel=1e-4)
-    fewer = inputs_for(root, "marian", tokens=40)
-    assert 0 < len(fewer) < len(inputs)
+    assert inputs.targets == {"examples": len(ROWS), "target_tokens": int((labels != -100).sum())}
+    counts = (labels != -100).sum(1).cumsum(0)
+    for most in (40, int(counts[4])):  # target tokens, however long the sources are
+        fewer = inputs_for(root, "marian", tokens=most)
+        assert len(fewer) == int((counts <= most).sum()) > 0
     heard = inputs_for(root, "whisper")
     assert heard.window == 100 and heard.tokens == 600
+
+
+def test_recordings_have_a_limit_of_their_own(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    every = inputs_for(root, "whisper")
+    assert len(every) == 6 and not any("which is the most" in text for text in every.warnings)
+    monkeypatch.setattr("mha2gqa.conversion.inputs.MOST_RECORDINGS", 4)
+    fewer = inputs_for(root, "whisper")
+    assert len(fewer) == 4
+    count = fewer.targets["target_tokens"]
+    assert f"calibrated on 4 recordings, which is the most, with {count} target tokens" in fewer.warnings
 
 
 @pytest.mark.parametrize("kind", ["marian", "whisper"])
@@ -162,6 +175,9 @@ def test_a_conversion_calibrated_on_pairs(root: Path, tmp_path: Path, kind: str)
     )
     assert result.method == "joint" and all(check.ok for check in result.verification if check.ok is not None)
     assert result.calibration["texts"] == [data_for(root, kind)]
+    manifest = json.loads((tmp_path / "out" / "mha2gqa.json").read_text())
+    known = inputs_for(root, kind).targets
+    assert {key: manifest["calibration"][key] for key in known} == known
     against = [root / kind, tmp_path / "out"]
     found = evaluate(against, data_for(root, kind), against=root / kind, device="cpu").models[1]
     convert(root / kind, tmp_path / "bare", 4, method="joint")

@@ -282,7 +282,7 @@ class Measured:
         return found
 
 
-KEPT_OF_CALIBRATION = ("tokens", "unique_tokens", "losses")
+KEPT_OF_CALIBRATION = ("examples", "target_tokens", "unique_tokens", "losses")
 KEPT_OF_UPTRAINING = ("train", "budget", "seconds", "warnings")
 
 

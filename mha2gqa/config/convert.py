@@ -81,7 +81,8 @@ class ConvertConfig(PairConfig):
     )
     calibration_tokens: int = option(
         524_288,
-        "How many tokens of the calibration text to use, held-out ones included.",
+        "How many tokens of the calibration text to use, held-out ones included; of pairs their target tokens, of "
+        "at most 1,000 recordings.",
         CALIBRATION,
         metavar="TOKENS",
         range=">= 1",

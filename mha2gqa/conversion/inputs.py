@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 MIN_TOKENS, MIN_TARGETS = 64, 8  # less text says nothing
 CHECKED_PAIRS = 10_000  # looked at before any is encoded
+MOST_RECORDINGS = 1_000  # an encoder's states of 30 seconds are some MB, whatever is said in them
 HELD_OUT = 16  # blocks kept back to judge the result by, at most
 LABELS = "labels"
 
@@ -104,6 +105,14 @@ class Inputs:
         """Positions of all rows."""
         return len(self) * self.window
 
+    @property
+    def targets(self) -> dict[str, int]:
+        """`examples` of an encoder-decoder and their `target_tokens`, for the manifest; of a decoder nothing."""
+        if isinstance(self.rows, Tensor):
+            return {}
+        count = int((self.rows[LABELS] != IGNORE_INDEX).sum())
+        return {"examples": len(self), "target_tokens": count}
+
 
 def calibration_inputs(
     tokenizer: PreTrainedTokenizerBase,
@@ -155,7 +164,7 @@ def _pair_inputs(
     pairs: PairSource,
     source: str | Path | None,
 ) -> Inputs:
-    """Pairs up to so many positions of encoder and decoder, in one padded batch."""
+    """Pairs up to so many target tokens, and no more than `MOST_RECORDINGS`, in one padded batch."""
     path = source or tokenizer.name_or_path
     encoder = open_encoder(path, options.pairs, options.trust_remote_code, tokenizer, config)
     encoder.check(islice(pairs, CHECKED_PAIRS))
@@ -164,9 +173,10 @@ def _pair_inputs(
         given = _written(path, encoder, pairs, options)
     examples: list[Example] = []
     count = 0
-    for pair in given:
+    most = MOST_RECORDINGS if pairs.audio else None
+    for pair in islice(given, most):
         example = encoder.encode(pair)
-        count += encoder_positions(example.encoder.shape, not pairs.audio) + len(example.decoder) - 1
+        count += len(example.decoder) - example.prompt
         if examples and count > options.tokens:
             break
         examples.append(example)
@@ -177,8 +187,10 @@ def _pair_inputs(
             where="--calibration",
             fix="give some hundreds of pairs, or minutes of speech",
         )
-    report = (*pairs.warnings, *encoder.report(), *_said(pairs.empty))
-    return Inputs(made.rows() | {LABELS: made.labels}, report)
+    report = [*pairs.warnings, *encoder.report(), *_said(pairs.empty)]
+    if len(examples) == most:
+        report.append(f"calibrated on {most:,} recordings, which is the most, with {count:,} target tokens")
+    return Inputs(made.rows() | {LABELS: made.labels}, tuple(report))
 
 
 def _said(empty: int) -> list[str]:

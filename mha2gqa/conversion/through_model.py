@@ -137,7 +137,7 @@ def _handed_over(
         state = _state_of(done, source, work)
         converter.finish_with(partial(_as_stored, plan, done.plan, source, state, roles, checkpoint), report)
     names = options.texts.names if isinstance(options.texts, TextSource) else list(options.texts)
-    about = {"texts": names} | done.about
+    about = {"texts": names} | inputs.targets | done.about
     return Calibrated(plan, made, about, [*inputs.warnings, *done.warnings], work)
 
 

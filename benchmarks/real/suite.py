@@ -121,6 +121,7 @@ def _seq2seq_rows(
         Row("joint, calibrated", groups, joint),
         Row("joint, calibrated, uptrained", groups, joint, trained),
         Row("joint, calibrated, uptrained (attention)", groups, joint, (*trained, "--train", "attention")),
+        Row("joint, calibrated, uptrained (rate 1e-4)", groups, joint, (*trained, "--learning-rate", "1e-4")),
     ]
 
 
@@ -243,7 +244,8 @@ class Measured:
     def _made(self, row: Row, line: dict[str, Any]) -> Path:
         """The folder of a row, converted and uptrained unless it is there; what calibration used goes into `line`."""
         given = self.given
-        stem = row.name.partition(", uptrained")[0].replace(", ", "-").replace(" ", "-")
+        stem, _, how = row.name.partition(", uptrained")
+        stem = stem.replace(", ", "-").replace(" ", "-")
         out = given.work / "out" / f"{self.name}-g{row.groups}-{stem}"
         calibrated = "--calibration" in row.words
         fewer: tuple[str, ...] = ("--device", given.device)
@@ -259,7 +261,7 @@ class Measured:
         line["calibration"] = {key: used[key] for key in KEPT_OF_CALIBRATION if key in used}
         if row.uptrain is None:
             return out
-        trained = out.with_name(f"{out.name}-up{'-attention' if 'attention' in row.uptrain else ''}")
+        trained = out.with_name(f"{out.name}-up{how.replace(' ', '-').replace('(', '').replace(')', '')}")
         if not trained.exists():
             workers = f"dataloader_num_workers={given.workers}"
             made = command(

@@ -113,7 +113,7 @@ def _smollm2(name: str, given: argparse.Namespace) -> Case:
 def _seq2seq_rows(
     groups: int, given: tuple[str, ...], data: str, tokens: str, language: tuple[str, ...] = ()
 ) -> list[Row]:
-    trained = ("--data", data, "--targets", "generate", "--tokens", tokens, *language)
+    trained = ("--data", data, "--targets", "generate", "--tokens", tokens, "--no-torch-compile", *language)
     joint = ("--method", "joint", *given)
     return [
         Row("mean", groups, ("--method", "mean")),

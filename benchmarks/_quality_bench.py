@@ -5,9 +5,7 @@ from __future__ import annotations
 import argparse
 import fcntl
 import gc
-import hashlib
 import json
-import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,9 +15,10 @@ from typing import Any
 import torch
 from _common import write_json
 from _quality_cache import round_cache
-from _quality_cells import FITS, Cell, chosen_rate
+from _quality_cells import FITS, Cell, rates_of, start_name, trained_name
 from _quality_parts import Parts, split_parts
 from _quality_rows import Shape, convert_flops, model_shape, uptrain_flops
+from _quality_schedule import Scratch
 from _quality_scores import scores
 
 from mha2gqa.calibration.generate import generate_text
@@ -47,6 +46,8 @@ class Bench:
         }
         if args.eval_blocks:
             self.blocks = {name: blocks[: args.eval_blocks] for name, blocks in self.blocks.items()}
+        self.scratch = Scratch(args.work)
+        self.start_seconds = 0.0  # that the row at hand spent on its conversion
         self.original = self.load(args.model)
         self.shapes: dict[str, Shape] = {str(args.model): model_shape(self.original)}
 
@@ -94,16 +95,14 @@ class Bench:
     def converted(self, cell: Cell, rates: dict[str, float]) -> tuple[Path, dict[str, Any]]:
         """The folder of the converted start and what it cost; made once for a work folder."""
         used = {kind: rate for kind, rate in rates.items() if kind in ("fit", "e2e")}
-        heads = f"G{cell.groups}" + (f"w{cell.wide}" if cell.wide > 1 else "")
-        name = f"{cell.start}-{heads}-{cell.fit}-{cell.text}-{cell.seed}-" + "-".join(
-            f"{kind}{rate:g}" for kind, rate in sorted(used.items())
-        )
-        folder = self.args.work / "converted" / name
-        cost_file = folder.with_name(f"{name}.json")  # a rate has a point in it
+        name = start_name(cell, used)
+        folder, cost_file = self.scratch.start(name)
         folder.parent.mkdir(parents=True, exist_ok=True)
         with locked(folder.with_name(f"{name}.lock")):
             if not cost_file.exists():
+                began = time.monotonic()
                 write_json(cost_file, self._convert(cell, used, folder))
+                self.start_seconds = round(time.monotonic() - began, 1)
         return folder, json.loads(cost_file.read_text())
 
     def _convert(self, cell: Cell, rates: dict[str, float], folder: Path) -> dict[str, Any]:
@@ -167,22 +166,27 @@ class Bench:
 
     # --- rows ---------------------------------------------------------------------------------------
 
-    def measure(self, cell: Cell, entries: dict[str, dict[str, Any]]) -> dict[str, Any]:
-        """Make what a cell names and score it."""
-        rates = {}
-        if cell.fit.startswith("fits") or cell.fit == "e2e":
-            rates["fit"] = chosen_rate(cell, "fit", entries)
-        if cell.fit == "e2e":
-            rates["e2e"] = chosen_rate(cell, "e2e", entries)
-        if cell.objective:
-            rates[cell.objective] = chosen_rate(cell, cell.objective, entries)
+    def measure(
+        self, cell: Cell, entries: dict[str, dict[str, Any]], flops: dict[str, float]
+    ) -> dict[str, Any]:
+        """Make what a cell names and score it.
+
+        Args:
+            cell: The row.
+            entries: Finished rows; those that tuned choose the rates.
+            flops: Of the rows that others are to equal.
+        """
+        self.start_seconds = 0.0
+        rates = rates_of(cell, entries)
         folder: Path = self.args.model
         cost: dict[str, Any] = {"unique_tokens": 0, "token_visits": 0, "flops": 0.0, "seconds": 0.0}
         if cell.start != "original":
             folder, cost = self.converted(cell, rates)
         if not cell.objective:
-            return cost | self.score(folder, cell.part, cell.cache) | {"rates": rates}
-        return self._uptrained(cell, folder, cost, rates, entries)
+            measured = cost | self.score(folder, cell.part, cell.cache)
+        else:
+            measured = self._uptrained(cell, folder, cost, rates, flops)
+        return measured | {"rates": rates, "start_seconds": self.start_seconds}
 
     def _uptrained(
         self,
@@ -190,49 +194,51 @@ class Bench:
         folder: Path,
         cost: dict[str, Any],
         rates: dict[str, float],
-        entries: dict[str, dict[str, Any]],
+        flops: dict[str, float],
     ) -> dict[str, Any]:
         student, window = self.shape(folder), self.args.window
         teacher = self.shape(self.args.model) if cell.objective == "kd" else None
         tokens = cell.tokens
         if cell.equal_to:
-            left = entries[cell.equal_to]["flops"] - cost["flops"]
+            left = flops[cell.equal_to] - cost["flops"]
             tokens = max(0, int(left / uptrain_flops(student, teacher, 1, window)))
             if tokens < 4 * window:
-                return (
-                    cost | self.score(folder, cell.part, cell.cache) | {"rates": rates, "uptrained_tokens": 0}
-                )
-        out = self.args.work / "uptrained" / hashlib.sha256(cell.key.encode()).hexdigest()[:16]
+                return cost | self.score(folder, cell.part, cell.cache) | {"uptrained_tokens": 0}
+        out, cost_file = self.scratch.trained(trained_name(cell, rates))
+        with locked(out.with_name(f"{out.name}.lock")):
+            if not cost_file.exists():
+                write_json(cost_file, self._uptrain(cell, folder, out, tokens, rates[cell.objective]))
+        budget = json.loads(cost_file.read_text())
+        return {
+            **cost,
+            **self.score(out, cell.part, cell.cache),
+            "uptrained_tokens": budget["tokens"],
+            "steps": budget["steps"],
+            "unique_tokens": cost["unique_tokens"] + budget["unique_tokens"],
+            "token_visits": cost["token_visits"] + budget["tokens"],
+            "flops": cost["flops"] + uptrain_flops(student, teacher, budget["tokens"], window),
+            "seconds": round(cost["seconds"] + budget["seconds"], 1),
+        }
+
+    def _uptrain(self, cell: Cell, folder: Path, out: Path, tokens: int, rate: float) -> dict[str, Any]:
+        """Uptrain a conversion; returns the budget and the seconds."""
         began = time.monotonic()
         made = uptrain(
             str(folder),
             str(out),
             [self.parts.path("uptraining")],
             tokens=tokens,
-            teacher=str(self.args.model) if teacher else "none",
-            learning_rate=rates[cell.objective],
-            window=window,
+            teacher=str(self.args.model) if cell.objective == "kd" else "none",
+            learning_rate=rate,
+            window=self.args.window,
             seed=cell.seed,
             device=str(self.device),
             holdout=0.0,
             save_steps=1_000_000,
             force=True,
         )
-        seconds = time.monotonic() - began
-        measured = self.score(out, cell.part, cell.cache)
-        shutil.rmtree(out)
-        budget = made.budget
-        return {
-            **cost,
-            **measured,
-            "rates": rates,
-            "uptrained_tokens": budget["tokens"],
-            "steps": budget["steps"],
-            "unique_tokens": cost["unique_tokens"] + budget["unique_tokens"],
-            "token_visits": cost["token_visits"] + budget["tokens"],
-            "flops": cost["flops"] + uptrain_flops(student, teacher, budget["tokens"], window),
-            "seconds": round(cost["seconds"] + seconds, 1),
-        }
+        named = {name: made.budget[name] for name in ("tokens", "steps", "unique_tokens")}
+        return named | {"seconds": round(time.monotonic() - began, 1)}
 
 
 @contextmanager

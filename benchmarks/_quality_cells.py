@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 Entries = Mapping[str, Mapping[str, Any]]  # finished rows by key
@@ -26,6 +27,8 @@ RATES = {
     "kd": (5e-4, 1e-3, 2e-3, 4e-3),
     "ce": (1.2e-4, 2.5e-4, 5e-4, 1e-3),
 }
+# Rates that are tried beyond the grid: of a start whose best one lay at its edge.
+BEYOND = {("kd", "joint"): (2.5e-4, 1.25e-4)}
 DEFAULT_RATES = {"fit": 3e-3, "e2e": 1e-3, "kd": 1e-3, "ce": 2.5e-4}
 
 
@@ -83,32 +86,61 @@ class Cell:
             if (v not in ("", 0) and v != left_out.get(k)) or k == "seed"
         }
 
+    @classmethod
+    def of(cls, entry: Mapping[str, Any]) -> Cell:
+        """The cell that a row of the ledger measured."""
+        return cls(**{f.name: entry[f.name] for f in fields(cls) if f.name in entry})
+
     @property
     def waits_for(self) -> str:
         """Key of the row that must be there first, if any."""
         return self.equal_to
 
     @property
-    def estimate(self) -> float:
-        """Rough seconds on one H100, before anything like it was measured."""
-        fit = {"": 0, "merged": 10, "refit": 15, "fits": 45, "fits100": 20, "fits300": 25, "e2e": 90}[
-            self.fit
-        ]
+    def kinds(self) -> list[str]:
+        """The kinds of training whose rates it uses."""
+        found = {"fits": ["fit"], "e2e": ["fit", "e2e"]}.get(self.fit.rstrip("013"), [])
+        return [*found, self.objective] if self.objective else found
+
+    @property
+    def estimates(self) -> tuple[float, float]:
+        """Rough seconds of the conversion, and of what follows: one of six processes on one H200."""
+        start = ESTIMATES[self.fit] + (150.0 if self.text == "generate" else 0.0)
         tokens = self.tokens or (8_000_000 if self.equal_to else 0)
-        return 8.0 + fit + (15 + tokens / 150_000 if self.objective else 0)
+        return start, 12.0 + (5.0 + tokens / 160_000 if self.objective else 0.0)
 
 
-def tuning_cells(groups: Sequence[int], tokens: int, quick: bool = False) -> Iterator[Cell]:
-    """Rates of every kind of training, the same grid for every start."""
-    for g in groups:
-        for rate in RATES["fit"]:
-            for start in ("joint",) if quick else ("joint", "mean", "align"):
-                yield Cell(start, g, "fits", part="tuning", tunes="fit", rate=rate)
-        for rate in RATES["e2e"]:
-            yield Cell("joint", g, "e2e", part="tuning", tunes="e2e", rate=rate)
-        for rate in RATES["kd"]:
-            for start, fit in (("joint", "fits"), ("mean", "merged")):
-                yield Cell(start, g, fit, objective="kd", tokens=tokens, part="tuning", tunes="kd", rate=rate)
+ESTIMATES = {"": 0, "merged": 35, "refit": 60, "fits": 170, "fits100": 90, "fits300": 110, "e2e": 260}
+
+
+def start_name(cell: Cell, rates: Mapping[str, float]) -> str:
+    """The folder name of the conversion that a cell begins with; cells that share one share the name."""
+    heads = f"G{cell.groups}" + (f"w{cell.wide}" if cell.wide > 1 else "")
+    used = [f"{kind}{rates[kind]:g}" for kind in ("e2e", "fit") if kind in rates]
+    return "-".join([cell.start, heads, cell.fit, cell.text, str(cell.seed), *used])
+
+
+def trained_name(cell: Cell, rates: Mapping[str, float]) -> str:
+    """The folder name of what a cell's uptraining makes: of the cell with an exact cache, at its rate."""
+    named = f"{replace(cell, cache='', part='valid').key} {rates[cell.objective]:g}"
+    return hashlib.sha256(named.encode()).hexdigest()[:16]
+
+
+def tuning_cells(g: int, tokens: int) -> list[Cell]:
+    """Rates of the fits and of distillation; the same grid for every start, and what lies beyond its edge."""
+    fits = Cell("joint", g, "fits", part="tuning")
+    cells = [replace(fits, tunes="fit", rate=rate) for rate in RATES["fit"]]
+    for start, fit in (("joint", "fits"), ("mean", "merged")):
+        taught = Cell(start, g, fit, objective="kd", tokens=tokens, part="tuning", tunes="kd")
+        cells += [replace(taught, rate=r) for r in (*BEYOND.get(("kd", start), ()), *RATES["kd"])]
+    return cells
+
+
+def further_tuning(g: int) -> list[Cell]:
+    """Rates of what the bold cells do not need."""
+    fits = Cell("joint", g, "fits", part="tuning", tunes="fit")
+    cells = [replace(fits, start=s, rate=rate) for s in ("mean", "align") for rate in RATES["fit"]]
+    return cells + [replace(fits, fit="e2e", tunes="e2e", rate=rate) for rate in RATES["e2e"]]
 
 
 def planned(
@@ -133,85 +165,110 @@ def planned(
     g, g_large = bold
     original = Cell("original", num_kv_heads)
     control = replace(original, objective="ce", tokens=small)
-    cells = [original, *tuning_cells([g], small)]
+    fits = Cell("joint", g, "fits")
+    generated = replace(fits, text="generate")
+    cells = [original, *tuning_cells(g, small), *tuned_wide(g, wide, small)]
+    cells += [replace(fits, groups=n, wide=r) for n in bold for r in (1, *wide[:1]) if n % r == 0]
+    cells += [replace(fits, groups=2 * g)] if 2 * g <= num_kv_heads else []
+    cells += [_mean_like(replace(fits, groups=n, objective="kd", tokens=small)) for n in bold]
+    cells += [generated]
     cells += [replace(control, part="tuning", tunes="ce", rate=rate) for rate in RATES["ce"]]
-    for seed in seeds:  # 1: the bold cells
-        cells += [
-            Cell("joint", g, "fits", seed=seed),
-            Cell("joint", g, "fits", objective="kd", tokens=small, seed=seed),
-            Cell("joint", g_large, "fits", objective="kd", tokens=large, seed=seed),
-            Cell("joint", g, "e2e", seed=seed),
-            Cell("joint", g, "fits", text="generate", seed=seed),
-        ]
-    cells += [control, replace(control, tokens=large)]
-    cells += wide_cells(num_kv_heads, groups, wide, alphas, seeds, g)
-
-    def family(g: int) -> list[Cell]:
-        return [
-            Cell("joint", g, "fits"),
-            Cell("joint", g, "fits", objective="kd", tokens=small),
-            Cell("joint", g, "fits", objective="kd", tokens=large),
-            Cell("joint", g, "e2e"),
-        ]
-
-    for g in groups:  # 2: the same FLOPs of mean + kd, and what they are equal to
-        cells += family(g)
-        cells += [
-            Cell("mean", g, "merged", objective="kd", equal_to=c.key)
-            for c in family(g)
-            if c.objective or c.fit == "e2e"
-        ]
-    for g in groups:  # 4: the rest
-        cells += [Cell("joint", g, "fits", text="generate")]
-        cells += [Cell("joint", g, fit) for fit in ("merged", "refit")]
-        cells += [Cell("mean", g, "merged"), Cell("align", g, "fits"), Cell("mean", g, "fits")]
-        as_ = Cell("joint", g, "fits", objective="kd", tokens=small).key
-        cells += [
-            Cell("joint", g, fit, objective="kd", equal_to=as_) for fit in ("refit", "fits100", "fits300")
-        ]
-        cells += [
-            Cell("mean", g, "merged", objective="ce", tokens=small),
-            Cell("mean", g, "merged", objective="kd", equal_to=Cell("joint", g, "fits").key),
-        ]
+    for seed in seeds:
+        cells += same_bytes(num_kv_heads, bold, wide[:1], small, seed)
+        if seed == seeds[0]:  # the large budget, and what the wide rows cost spent on the others
+            taught = replace(fits, groups=g_large, objective="kd", tokens=large)
+            cells += [replace(taught, wide=r) for r in (*wide[:1], 1) if g_large % r == 0]
+            cells += [replace(taught, groups=g), control]
+            cells += equal_to_wide(num_kv_heads, bold, wide[:1], small)
+    for r in wide[1:]:
+        cells += [c for c in same_bytes(num_kv_heads, bold, [r], small, seeds[0]) if c.wide == r]
+    cells += _rest(num_kv_heads, groups, wide, alphas, seeds, bold)
     return list({cell.key: cell for cell in cells}.values())
 
 
-def wide_cells(
+def _rest(
     num_kv_heads: int,
     groups: Sequence[int],
     wide: Sequence[int],
     alphas: tuple[int, int],
     seeds: Sequence[int],
-    tuned: int,
+    bold: Sequence[int],
 ) -> list[Cell]:
-    """Wide heads at the cache of G, beside what else has its bytes: GQA-G, and GQA-2G with an 8-bit cache.
-
-    Rates are tuned at R = `wide[0]`, on the grid of the plain rows; equal budgets count tokens (alpha) and FLOPs.
-    """
-    if not wide:
-        return []
+    """Every other G, budget and method with the first seed, then what the bold rows leave of the other seeds."""
     small, large = alphas
-    cells = [
-        replace(cell, wide=wide[0])
-        for cell in tuning_cells([tuned], small, quick=True)
-        if cell.start == "joint" and cell.fit == "fits"
+    control = Cell("original", num_kv_heads, objective="ce", tokens=large)
+    others = [n for n in groups if n not in bold]
+    cells = [c for n in others for c in (Cell("joint", n, "fits"), _taught(n, small))]
+    cells += [control, *(_taught(n, large) for n in others), *further_tuning(bold[0])]
+    cells += [Cell("joint", n, "e2e") for n in (*bold, *others)]
+    cells += [Cell("joint", n, "fits", text="generate") for n in others]
+    for n in groups:  # the same FLOPs of mean + kd
+        rows = [Cell("joint", n, "fits"), Cell("joint", n, "e2e"), _taught(n, small), _taught(n, large)]
+        cells += [_mean_like(c) for c in rows]
+    for n in groups:
+        cells += [Cell("joint", n, fit) for fit in ("merged", "refit")]
+        cells += [Cell("mean", n, "merged"), Cell("align", n, "fits"), Cell("mean", n, "fits")]
+        cells += [
+            Cell("joint", n, fit, objective="kd", equal_to=_taught(n, small).key)
+            for fit in ("refit", "fits100", "fits300")
+        ]
+        cells += [Cell("mean", n, "merged", objective="ce", tokens=small)]
+    cells += [replace(c, wide=r) for n in bold for r in wide if n % r == 0 for c in (_taught(n, large),)]
+    cells += [
+        Cell("joint", n, fit, wide=r) for n in bold for r in wide if n % r == 0 for fit in ("merged", "refit")
     ]
     for seed in seeds:
-        for g in groups:
-            plain = Cell("joint", g, "fits", seed=seed)
-            taught = replace(plain, objective="kd", tokens=small)
-            both = [replace(plain, wide=r) for r in wide if g % r == 0]
-            for w in both:
-                cells += [w, replace(w, objective="kd", tokens=small)]
-            cells += [plain, taught]
-            if 2 * g <= num_kv_heads:
-                cells += [replace(cell, groups=2 * g, cache="int8") for cell in (plain, taught)]
-            for w in both:
-                cells += [replace(w, objective="kd", equal_to=taught.key)]
-                cells += [replace(w, cache="int8"), replace(w, objective="kd", tokens=large)]
-            cells += [replace(plain, objective="kd", tokens=large)]
+        cells += [replace(_taught(bold[1], large), seed=seed), Cell("joint", bold[0], "e2e", seed=seed)]
+        cells += [Cell("joint", bold[0], "fits", text="generate", seed=seed)]
+    return cells
+
+
+def _taught(groups: int, tokens: int) -> Cell:
+    """The default conversion, distilled on so many tokens."""
+    return Cell("joint", groups, "fits", objective="kd", tokens=tokens)
+
+
+def _mean_like(cell: Cell) -> Cell:
+    """Mean pooling, distilled for as many FLOPs as a row took."""
+    return Cell("mean", cell.groups, "merged", objective="kd", equal_to=cell.key)
+
+
+def tuned_wide(groups: int, wide: Sequence[int], tokens: int) -> list[Cell]:
+    """Rates of wide heads, on the grid of the plain rows, at R = `wide[0]`; fits take the rate of plain ones."""
+    return [
+        replace(cell, wide=wide[0])
+        for cell in tuning_cells(groups, tokens)
+        if wide and cell.start == "joint" and cell.tunes == "kd"
+    ]
+
+
+def same_bytes(
+    num_kv_heads: int, groups: Sequence[int], wide: Sequence[int], tokens: int, seed: int
+) -> list[Cell]:
+    """What holds the cache of GQA-G: GQA-G, wide heads, GQA-2G with 8 bits, wide heads at 2G with 8 bits.
+
+    After fits, and after distillation on `tokens`; conversions that others wait for come first.
+    """
+    starts = []
     for g in groups:
-        cells += [Cell("joint", g, fit, wide=r) for r in wide if g % r == 0 for fit in ("merged", "refit")]
+        plain = Cell("joint", g, "fits", seed=seed)
+        starts += [replace(plain, wide=r) for r in wide if g % r == 0] + [plain]
+        starts += [replace(plain, groups=2 * g)] if 2 * g <= num_kv_heads else []
+    starts = list(dict.fromkeys(starts))
+    taught = [replace(cell, objective="kd", tokens=tokens) for cell in starts]
+    rounded = [c for c in (*starts, *taught) if any(c.groups == 2 * g for g in groups) or c.wide > 1]
+    return [*starts, *taught, *(replace(cell, cache="int8") for cell in rounded)]
+
+
+def equal_to_wide(num_kv_heads: int, groups: Sequence[int], wide: Sequence[int], tokens: int) -> list[Cell]:
+    """Plain heads distilled for as many FLOPs as wide ones at the same bytes took, fits included."""
+    cells = []
+    for g in groups:
+        for r in (r for r in wide if g % r == 0):
+            plain = Cell("joint", g, "fits", objective="kd")
+            plain = replace(plain, equal_to=replace(plain, tokens=tokens, wide=r).key)
+            cells += [plain]
+            cells += [replace(plain, groups=2 * g, cache="int8")] if 2 * g <= num_kv_heads else []
     return cells
 
 
@@ -235,9 +292,7 @@ def rates_pending(cell: Cell, cells: Sequence[Cell], entries: Entries, failed: s
     """Whether a rate that `cell` uses is still being tuned."""
     if cell.start == "original" and not cell.objective:
         return False
-    kinds = {"fits": {"fit"}, "e2e": {"fit", "e2e"}}.get(cell.fit.rstrip("013"), set())
-    kinds = kinds | ({cell.objective} if cell.objective else set())
-    kinds -= {cell.tunes}
+    kinds = set(cell.kinds) - {cell.tunes}
     if cell.tunes:  # a rate is tuned on top of those before it
         kinds &= {"fit"} if cell.tunes in ("kd", "e2e") else set()
     return any(
@@ -248,3 +303,14 @@ def rates_pending(cell: Cell, cells: Sequence[Cell], entries: Entries, failed: s
         and other.key not in failed
         for other in cells
     )
+
+
+def rates_of(cell: Cell, entries: Entries) -> dict[str, float]:
+    """The rate of each kind of training that a cell uses."""
+    return {kind: chosen_rate(cell, kind, entries) for kind in cell.kinds}
+
+
+def superseded(entries: Entries) -> set[str]:
+    """Keys of rows of the table whose rates are not those that the tuning rows choose by now."""
+    table = [entry for entry in entries.values() if not entry.get("tunes")]
+    return {e["key"] for e in table if e.get("rates", {}) != rates_of(Cell.of(e), entries)}

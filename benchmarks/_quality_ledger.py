@@ -37,6 +37,7 @@ class Ledger:
         resume: Further files whose rows count as done.
         copy: Where the file is copied after each row.
         any_code: Rows of other versions of the code count as done too.
+        tuned: Ledgers whose tuning rows count, and whose FLOPs are known, whichever code measured them.
     """
 
     def __init__(
@@ -46,9 +47,11 @@ class Ledger:
         resume: Sequence[Path] = (),
         copy: Path | None = None,
         any_code: bool = False,
+        tuned: Sequence[Path] = (),
     ) -> None:
         self.path, self.claims, self.copy = path, claims, copy
         self.resume, self.any_code, self.code = list(resume), any_code, numbers_digest()
+        self.before = {e["key"]: e for path in tuned for e in read_lines(path) if "error" not in e}
 
     def failed(self) -> set[str]:
         """Keys of rows that broke off in this call."""
@@ -58,12 +61,17 @@ class Ledger:
 
     def entries(self) -> dict[str, dict[str, Any]]:
         """Finished rows by key; of several with one key the last."""
-        found: dict[str, dict[str, Any]] = {}
+        found = {key: e for key, e in self.before.items() if e.get("tunes")}
         for path in [*self.resume, self.path]:
             for entry in read_lines(path):
                 if "error" not in entry and (self.any_code or entry.get("code") == self.code):
                     found[entry["key"]] = entry
         return found
+
+    def flops(self) -> dict[str, float]:
+        """What each row cost, of those that are known from before too: the count depends on no rate."""
+        known = self.before | self.entries()
+        return {key: e["flops"] for key, e in known.items() if "flops" in e}
 
     def add(self, entry: dict[str, Any]) -> None:
         """Append a row."""

@@ -29,8 +29,9 @@ import torch
 import transformers
 from _common import hardware
 from _quality_bench import Bench
-from _quality_cells import E2E_TOKENS, Cell, planned, rates_pending
+from _quality_cells import E2E_TOKENS, Cell, planned
 from _quality_ledger import Ledger
+from _quality_schedule import Scratch, next_cell
 
 from mha2gqa.checkpoints.loading import load_config_json
 from mha2gqa.uptraining.interruption import Interrupted
@@ -56,9 +57,9 @@ def work(args: argparse.Namespace) -> None:
     """Measure rows until none is left that would be done in time."""
     transformers.utils.logging.disable_progress_bar()
     ledger, cells, bench = ledger_of(args), cells_of(args), None
+    scratch = Scratch(args.work)
     while True:
-        entries, failed = ledger.entries(), ledger.failed()
-        cell, running = next_cell(cells, ledger, entries, failed, args.until - time.time())
+        cell, running = next_cell(cells, ledger, scratch, args.until - time.time())
         if cell is None:
             if not running:
                 return
@@ -69,7 +70,7 @@ def work(args: argparse.Namespace) -> None:
         bench = bench or Bench(args)
         began = time.monotonic()
         try:
-            measured = bench.measure(cell, entries)
+            measured = bench.measure(cell, ledger.entries(), ledger.flops())
         except Interrupted:
             return
         except Exception as error:  # one broken row must not cost the others their time
@@ -77,38 +78,6 @@ def work(args: argparse.Namespace) -> None:
         seconds = round(time.monotonic() - began, 1)
         ledger.add(row_of(cell, measured, seconds, args, bench))
         log(f"{cell.key}: {measured.get('error') or format(measured['loss'], '.4f')} ({seconds} s)")
-
-
-def next_cell(
-    cells: Sequence[Cell],
-    ledger: Ledger,
-    entries: dict[str, dict[str, Any]],
-    failed: set[str],
-    left: float,
-) -> tuple[Cell | None, bool]:
-    """The most wanted cell that can be measured now in `left` seconds, and whether others are at work."""
-    claimed = ledger.claimed(cell.key for cell in cells)
-    running = bool(claimed - entries.keys() - failed)
-    for cell in cells:
-        if cell.key in entries or cell.key in claimed:
-            continue
-        if cell.waits_for and cell.waits_for not in entries:
-            continue
-        if rates_pending(cell, cells, entries, failed) or expected(cell, entries) > left:
-            continue
-        return cell, running
-    return None, running
-
-
-def expected(cell: Cell, entries: dict[str, dict[str, Any]]) -> float:
-    """Seconds that a row will take: the longest of those like it, or a guess."""
-    alike = [
-        e["wall_seconds"]
-        for e in entries.values()
-        if (e.get("fit", ""), e.get("tokens", 0), bool(e.get("equal_to")), e.get("wide", 1))
-        == (cell.fit, cell.tokens, bool(cell.equal_to), cell.wide)
-    ]
-    return 1.15 * max(alike) if alike else cell.estimate
 
 
 def row_of(
@@ -132,7 +101,7 @@ def row_of(
 
 def ledger_of(args: argparse.Namespace) -> Ledger:
     """The ledger of a call."""
-    return Ledger(args.ledger, args.work / "claims", args.resume, args.copy, any_code=args.any_code)
+    return Ledger(args.ledger, args.work / "claims", args.resume, args.copy, args.any_code, args.tuned)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -191,6 +160,13 @@ def parse_args(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--ledger", type=Path, default=Path("out/quality-ledger.jsonl"), help="rows are appended to it")
     add("--copy", type=Path, help="the ledger is copied there after each row")
     add("--resume", type=Path, nargs="+", default=[], help="further ledgers whose rows count as done")
+    add(
+        "--tuned",
+        type=Path,
+        nargs="+",
+        default=[],
+        help="ledgers whose tuning rows count, whichever code measured them",
+    )
     add("--any-code", action="store_true", help="rows of other versions of the code count as done")
     add("--seconds", type=float, default=3600.0, help="start no row that is expected to end later")
     add("--workers", type=int, default=1, help="processes, spread over the GPUs")

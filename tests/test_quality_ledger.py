@@ -20,12 +20,14 @@ import quality_ledger
 from _quality_cache import round_cache, rounded
 from _quality_ledger import Ledger, read_lines
 from _quality_parts import NAMES, split_parts
+from _quality_schedule import Scratch, next_cell
 from _quality_scores import scores
 
 from mha2gqa.assets import tiny_model_path
 from mha2gqa.checkpoints.loading import load_tokenizer
 
 PLAN = cells.planned(16, [4, 8, 2, 1], (2_713_000, 13_565_000), [0, 1, 2])
+LEDGER = Path(__file__).parents[1] / "benchmarks" / "results" / "quality_ledger.jsonl"
 
 
 def write_text(path: Path, documents: int, word: str = "w") -> Path:
@@ -54,12 +56,13 @@ def test_keys_are_unique_and_bold_cells_come_before_the_rest() -> None:
     keys = [cell.key for cell in PLAN]
     assert len(set(keys)) == len(keys)
     assert keys[0] == "original/G16/seed0"
-    last_bold = max(i for i, cell in enumerate(PLAN) if cell.seed == 2)
-    assert all(cell.part == "tuning" or cell.seed or i < 60 for i, cell in enumerate(PLAN[: last_bold + 1]))
-    assert keys.index("joint/G4/fits/kd-2.71M/seed2") < keys.index("mean/G4/merged/seed0")
-    for cell in PLAN:  # what a row waits for is planned, and before it
-        if cell.waits_for:
-            assert keys.index(cell.waits_for) < keys.index(cell.key)
+    for bold in (
+        "joint/G4/fits/kd-2.71M/seed2",
+        "joint/G2/fits/kd-13.6M/seed0",
+        "joint/G4/fits/generate/seed0",
+    ):
+        assert keys.index(bold) < keys.index("joint/G1/fits/seed0") < keys.index("mean/G4/merged/seed0")
+    assert {cell.waits_for for cell in PLAN} - {""} <= set(keys)
 
 
 def test_every_start_is_tuned_on_the_same_rates() -> None:
@@ -68,10 +71,19 @@ def test_every_start_is_tuned_on_the_same_rates() -> None:
         if cell.tunes:
             assert cell.part == "tuning"
             tuned.setdefault((cell.tunes, cell.start), []).append(cell.rate)
-    for kind, rates in cells.RATES.items():
-        each = [found for (k, _), found in tuned.items() if k == kind]
-        assert each and all(found == list(rates) for found in each)
+    for (kind, start), found in tuned.items():
+        assert found == [*cells.BEYOND.get((kind, start), ()), *cells.RATES[kind]]
+    assert {kind for kind, _ in tuned} == set(cells.RATES)
     assert {start for kind, start in tuned if kind == "kd"} == {"joint", "mean"}
+
+
+def test_rates_beyond_the_grid_are_tried_where_the_best_of_the_grid_lies_at_its_edge() -> None:
+    rows = [row for row in read_lines(LEDGER) if row.get("tunes") and row.get("wide", 1) == 1]
+    for (kind, start), rates in cells.BEYOND.items():
+        grid = cells.RATES[kind]
+        of_grid = [r for r in rows if (r["tunes"], r["start"]) == (kind, start) and r["rate"] in grid]
+        best = min(of_grid, key=lambda row: row["loss"])["rate"]
+        assert (best == min(grid)) == (max(rates) < min(grid)) and best in (min(grid), max(grid))
 
 
 def test_a_rate_is_the_best_of_the_same_start_at_the_nearest_number_of_groups() -> None:
@@ -89,7 +101,12 @@ def test_a_rate_is_the_best_of_the_same_start_at_the_nearest_number_of_groups() 
 
 
 def next_of(ledger: Ledger, plan: list[cells.Cell], left: float = 1e9) -> cells.Cell | None:
-    return quality_ledger.next_cell(plan, ledger, ledger.entries(), ledger.failed(), left)[0]
+    return next_cell(plan, ledger, Scratch(ledger.claims.parent / "work"), left)[0]
+
+
+def make(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("{}")
 
 
 def test_rows_wait_for_their_rates_and_for_the_row_they_are_equal_to(tmp_path: Path) -> None:
@@ -106,7 +123,49 @@ def test_rows_wait_for_their_rates_and_for_the_row_they_are_equal_to(tmp_path: P
             assert next_of(ledger, plan) is None  # another process is at it
         ledger.add(entry(cell))
     assert next_of(ledger, plan) is None
-    assert quality_ledger.next_cell(plan, ledger, ledger.entries(), set(), 1e9) == (None, False)
+    assert next_cell(plan, ledger, Scratch(tmp_path), 1e9) == (None, False)
+
+
+def test_rows_with_one_conversion_or_one_uptraining_wait_for_it(tmp_path: Path) -> None:
+    ledger, scratch = Ledger(tmp_path / "l.jsonl", tmp_path / "claims"), Scratch(tmp_path / "work")
+    row = cells.Cell("joint", 8, "fits", objective="kd", tokens=9)
+    rounded, other = replace(row, cache="int8"), replace(row, seed=1)
+    plan = [row, replace(row, objective="", tokens=0), rounded, other]
+    rates = cells.rates_of(row, {})
+    assert next_of(ledger, plan) == row and ledger.claim(row.key)
+    assert next_of(ledger, plan) == other and ledger.claim(other.key)
+    assert next_of(ledger, plan) is None
+    make(scratch.start(cells.start_name(row, rates))[1])
+    assert next_of(ledger, plan) == plan[1] and ledger.claim(plan[1].key)
+    assert next_of(ledger, plan) is None
+    make(scratch.trained(cells.trained_name(row, rates))[1])
+    assert next_of(ledger, plan) == rounded
+    assert cells.trained_name(rounded, rates) == cells.trained_name(row, rates)
+    assert cells.trained_name(row, {"kd": 5e-4}) != cells.trained_name(row, {"kd": 1e-3})
+
+
+def test_a_row_at_a_rate_that_tuning_has_left_is_measured_again(tmp_path: Path) -> None:
+    row = cells.Cell("joint", 4, "fits", objective="kd", tokens=9)
+    tried = [replace(row, part="tuning", tunes="kd", rate=rate) for rate in (1e-3, 5e-4)]
+    ledger = Ledger(tmp_path / "l.jsonl", tmp_path / "claims")
+    ledger.add(entry(tried[0]))
+    ledger.add(entry(row, rates={"fit": 3e-3, "kd": 1e-3}))
+    assert cells.superseded(ledger.entries()) == set() and next_of(ledger, [row]) is None
+    ledger.add(entry(tried[1], loss=2.9))
+    assert cells.superseded(ledger.entries()) == {row.key} and next_of(ledger, [row]) == row
+    ledger.add(entry(row, rates={"fit": 3e-3, "kd": 5e-4}))
+    assert cells.superseded(ledger.entries()) == set() and next_of(ledger, [row]) is None
+
+
+def test_rates_and_flops_of_earlier_code_are_known_and_its_rows_are_not(tmp_path: Path) -> None:
+    row = cells.Cell("joint", 4, "fits", objective="kd", tokens=9)
+    tried = replace(row, part="tuning", tunes="kd", rate=5e-4)
+    before = tmp_path / "before.jsonl"
+    before.write_text("".join(json.dumps(entry(c) | {"code": "another"}) + "\n" for c in (row, tried)))
+    ledger = Ledger(tmp_path / "l.jsonl", tmp_path / "claims", tuned=[before])
+    assert list(ledger.entries()) == [tried.key] and ledger.flops()[row.key] == 1e15
+    equal = cells.Cell("mean", 4, "merged", objective="kd", equal_to=row.key)
+    assert next_of(ledger, [equal, tried]) == equal
 
 
 def test_a_row_that_failed_is_left_and_tried_again_by_the_next_call(tmp_path: Path) -> None:
@@ -125,9 +184,11 @@ def test_rows_that_would_end_late_are_not_started(tmp_path: Path) -> None:
     plan = [cells.Cell("joint", 4, "e2e"), cells.Cell("mean", 4, "merged")]
     ledger = Ledger(tmp_path / "l.jsonl", tmp_path / "claims")
     assert next_of(ledger, plan, left=1000.0) == plan[0]
-    assert next_of(ledger, plan, left=30.0) == plan[1]
-    ledger.add(entry(cells.Cell("mean", 2, "merged"), wall_seconds=40.0))
-    assert next_of(ledger, plan, left=30.0) is None  # one like it took longer
+    assert next_of(ledger, plan, left=50.0) == plan[1]
+    ledger.add(entry(cells.Cell("mean", 2, "merged"), wall_seconds=60.0, start_seconds=40.0, rates={}))
+    assert next_of(ledger, plan, left=50.0) is None  # one like it took longer
+    make(Scratch(tmp_path / "work").start(cells.start_name(plan[1], {}))[1])
+    assert next_of(ledger, plan, left=50.0) == plan[1]  # its conversion is there
 
 
 def test_rows_of_another_version_of_the_code_are_measured_again(tmp_path: Path) -> None:
@@ -172,13 +233,16 @@ def test_the_bench_measures_a_conversion_an_uptraining_and_the_same_flops(tmp_pa
     bench = quality_ledger.Bench(args)
     row = cells.Cell("joint", 2, "refit", objective="kd", tokens=32_768)
     merged = cells.Cell("mean", 2, "merged", objective="kd", equal_to=row.key)
-    found = bench.measure(row, {})
+    found = bench.measure(row, {}, {})
     assert found["uptrained_tokens"] == 32_768 and found["unique_tokens"] <= 2048 + 32_768
-    start = bench.measure(cells.Cell("joint", 2, "refit"), {})
+    start = bench.measure(cells.Cell("joint", 2, "refit"), {}, {})
     per_token = (found["flops"] - start["flops"]) / 32_768
     assert start["flops"] > 0 and start["token_visits"] == 0
-    equal = bench.measure(merged, {row.key: found})
+    equal = bench.measure(merged, {}, {row.key: found["flops"]})
     assert equal["flops"] == pytest.approx(found["flops"], abs=16_384 * per_token)  # to a step
+    rounded = bench.measure(replace(row, cache="int8"), {}, {})
+    assert found["start_seconds"] > 0 and rounded["start_seconds"] == 0
+    assert 0 < abs(rounded["loss"] - found["loss"]) < 0.05 and rounded["flops"] == found["flops"]
     line = quality_ledger.row_of(row, found, 1.0, args, bench)
     assert line["key"] == row.key and line["rates"] == {"kd": 1e-3} and line["kl"] > 0
 
@@ -222,8 +286,10 @@ def test_wide_rows_come_with_what_else_has_their_bytes() -> None:
     )
     assert "joint/G2/wide4/fits/seed0" not in keys  # 4 does not divide 2
     assert {"joint/G8/fits/int8-cache/seed0", "joint/G4/fits/kd-2.71M/int8-cache/seed0"} <= set(keys)
+    as_wide = "kd-as[joint/G4/wide2/fits/kd-2.71M/seed0]"
+    assert {f"joint/G4/fits/{as_wide}/seed0", f"joint/G8/fits/{as_wide}/int8-cache/seed0"} <= set(keys)
     for cell in plan:
-        assert not cell.waits_for or keys.index(cell.waits_for) < keys.index(cell.key)
+        assert not cell.waits_for or cell.waits_for in keys
         assert ("wide" in cell.to_dict()) == (cell.wide > 1)
     assert set(cells.planned(16, [4, 2], (2_713_000, 13_565_000), [0])) < set(plan)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from _loss_tables import label
+from _quality_cells import superseded
 
 # What a fit of `_quality_cells.FITS` is called, as a variant of `quality.py`.
 VARIANTS = {
@@ -25,13 +26,16 @@ def record(path: Path) -> dict[str, Any]:
     """The rows of the table, the runs that measured them, and the protocol.
 
     Args:
-        path: The ledger. Of several rows with one key the last counts.
+        path: The ledger. Of several rows with one key the last counts, and none whose rates are not those that the
+            tuning rows choose.
 
     Raises:
         StopIteration: It holds no row of the original.
     """
     lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
     entries = {entry["key"]: entry for entry in lines if "error" not in entry}
+    for key in superseded(entries):
+        del entries[key]
     table = [entry for entry in entries.values() if entry["part"] == "valid"]
     original = next(entry for entry in table if entry["start"] == "original" and "objective" not in entry)
     # One table for all cards and states of the code: a ledger is filled over months, and its lines name both.
@@ -49,6 +53,7 @@ def record(path: Path) -> dict[str, Any]:
         },
         "runs": runs,
         "rows": rows,
+        "entries": table,
     }
 
 

@@ -178,7 +178,7 @@ def planned(
         if seed == seeds[0]:  # the large budget, and what the wide rows cost spent on the others
             taught = replace(fits, groups=g_large, objective="kd", tokens=large)
             cells += [replace(taught, wide=r) for r in (*wide[:1], 1) if g_large % r == 0]
-            cells += [replace(taught, groups=g), control]
+            cells += [replace(taught, groups=g), control, replace(original, cache="int8")]
             cells += equal_to_wide(num_kv_heads, bold, wide[:1], small)
     for r in wide[1:]:
         cells += [c for c in same_bytes(num_kv_heads, bold, [r], small, seeds[0]) if c.wide == r]
@@ -201,7 +201,7 @@ def _rest(
     cells = [c for n in others for c in (Cell("joint", n, "fits"), _taught(n, small))]
     cells += [control, *(_taught(n, large) for n in others), *further_tuning(bold[0])]
     cells += [Cell("joint", n, "e2e") for n in (*bold, *others)]
-    cells += [Cell("joint", n, "fits", text="generate") for n in others]
+    cells += [Cell("joint", n, "fits", text="generate") for n in groups]
     for n in groups:  # the same FLOPs of mean + kd
         rows = [Cell("joint", n, "fits"), Cell("joint", n, "e2e"), _taught(n, small), _taught(n, large)]
         cells += [_mean_like(c) for c in rows]
@@ -313,4 +313,4 @@ def rates_of(cell: Cell, entries: Entries) -> dict[str, float]:
 def superseded(entries: Entries) -> set[str]:
     """Keys of rows of the table whose rates are not those that the tuning rows choose by now."""
     table = [entry for entry in entries.values() if not entry.get("tunes")]
-    return {e["key"] for e in table if e.get("rates", {}) != rates_of(Cell.of(e), entries)}
+    return {e["key"] for e in table if "rates" in e and e["rates"] != rates_of(Cell.of(e), entries)}

@@ -5,7 +5,7 @@ python benchmarks/pages.py --check    # exit 1 if that would change anything
 
 What stands between `<!-- results: NAME -->` and `<!-- end -->` is made of `benchmarks/results/NAME.json` (or `.jsonl`): its first
 table, and the others folded. `<!-- headline -->` receives the table of the front pages, whose chart is
-`docs/pictures/headline.svg`. Every results file that has tables must stand on a page.
+`docs/pictures/headline.svg`; `docs/pictures/quality.svg` shows the quality ledger. Every results file that has tables must stand on a page.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import _headline
+import _quality_chart
 import tables as made
 
 ROOT = Path(__file__).parents[1]
 CHART = ROOT / "docs" / "pictures" / "headline.svg"
+FRONTIER = ROOT / "docs" / "pictures" / "quality.svg"
 SECTION = re.compile(r"(<!-- (?:results: (?P<name>[\w.-]+)|headline) -->\n).*?(<!-- end -->)", re.S)
 
 
@@ -27,7 +29,8 @@ def body(path: Path) -> str:
     """The tables of a results file; all but the first folded away."""
     first, *others = made.tables(path)
     folded = "\n\n".join(others)
-    fold = f'\n\n<details markdown="1">\n<summary>What each row cost</summary>\n\n{folded}\n\n</details>'
+    summary = "Every row, and what it cost" if len(others) > 1 else "What each row cost"
+    fold = f'\n\n<details markdown="1">\n<summary>{summary}</summary>\n\n{folded}\n\n</details>'
     return first + (fold if folded else "")
 
 
@@ -66,7 +69,8 @@ def pages() -> dict[Path, str]:
     found = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     texts = {path: path.read_text(encoding="utf-8") for path in found}
     pages = {path: filled(text) for path, text in texts.items() if SECTION.search(text)}
-    return pages | {CHART: _headline.chart(_headline_record())}
+    frontier = _quality_chart.chart(made.read_record(result("quality_ledger")))
+    return pages | {CHART: _headline.chart(_headline_record()), FRONTIER: frontier}
 
 
 def missing() -> list[str]:

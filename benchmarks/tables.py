@@ -16,6 +16,7 @@ from typing import Any
 import _ledger
 from _loss_tables import OBJECTIVES, ce_weight, cost, quality, sweep
 from _markdown import markdown, measured_on
+from _quality_frontier import bars, same_bytes
 from _real import real
 
 RESULTS = Path(__file__).parent / "results"
@@ -266,6 +267,8 @@ def walk_quality(record: Mapping[str, Any]) -> str:
 # What a results file's command begins with -> its tables.
 RENDERERS: dict[str, Sequence[Callable[[Mapping[str, Any]], str]]] = {
     "benchmarks/quality.py": (quality, cost),
+    "benchmarks/quality_ledger.py": (same_bytes, quality, cost),
+    "bars of benchmarks/quality_ledger.py": (bars,),
     "benchmarks/quality_t5.py --stages tune": (ce_weight,),
     "benchmarks/convert_speed.py": (convert_speed,),
     "benchmarks/uptrain_throughput.py": (uptrain_throughput,),
@@ -290,7 +293,7 @@ def results() -> list[Path]:
 def read_record(path: Path) -> dict[str, Any]:
     """A results file; a ledger (`.jsonl`) in the form of a file of `quality.py`."""
     if path.suffix == ".jsonl":
-        return {**_ledger.record(path), "command": "benchmarks/quality.py"}
+        return {**_ledger.record(path), "command": "benchmarks/quality_ledger.py"}
     return json.loads(path.read_text(encoding="utf-8"))
 
 

@@ -33,9 +33,9 @@ def _ledger(tmp_path: Path) -> Path:
         _entry("joint/G4/fits/seed0", 9.9, **joint),
         _entry("joint/G4/fits/seed0", 3.1, **joint),  # measured again: the last counts
         _entry("joint/G4/fits/seed1", 3.3, **joint | {"seed": 1}),
-        _entry("joint/G4/fits/rate", 1.0, **joint | {"part": "tuning", "tunes": "fit"}),
+        _entry("joint/G4/fits/rate", 1.0, **joint | {"part": "tuning", "tunes": "fit", "rate": 3e-3}),
         _entry("broken", 0.0, error="x"),
-        _entry("a", 3.05, **joint, objective="kd", tokens=2_713_000),
+        _entry("joint/G4/fits/kd-2.71M/seed0", 3.05, **joint, objective="kd", tokens=2_713_000),
         _entry(
             "mean/G4/as",
             3.4,
@@ -55,7 +55,8 @@ def _ledger(tmp_path: Path) -> Path:
 
 
 def test_a_ledger_is_rendered_like_a_quality_file(tmp_path: Path) -> None:
-    losses, cost = tables.tables(_ledger(tmp_path))
+    bytes_, losses, cost = tables.tables(_ledger(tmp_path))
+    assert "| GQA-4 (4:1) | GQA-4 | +0.2000 ± 0.1000 (2 seeds) | +0.0500 |" in bytes_
     assert "`m` (16 KV heads), loss of the original 3.000" in losses
     assert "window 32, 320 tokens" in losses and "Measured on: GPU" in losses
     assert "| joint: refit + regression | 3.200 ± 0.141 |" in losses

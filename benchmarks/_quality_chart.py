@@ -1,0 +1,152 @@
+"""The chart of a ledger: gap to the original against FLOPs and against unique tokens, for two cache sizes."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from _headline import STYLE
+from _quality_cells import Cell
+from _quality_frontier import Rows, by_configuration, key_of
+
+GROUPS = (4, 2)  # the cache sizes drawn, a row of panels each
+AXES = (("flops", "FLOPs, fits included"), ("unique_tokens", "unique tokens"))
+TICKS = (-0.01, 0.0, 0.01, 0.03, 0.1, 0.3, 1.0)
+WIDTH, HEIGHT, LEFT, GAP, TOP, PANEL = 720, 292, 52, 44, 56, 264
+SOFT = 0.01  # gaps below are drawn on a linear scale, those above on a logarithmic one
+
+
+@dataclass(frozen=True)
+class Line:
+    """One way to fill the cache of GQA-G.
+
+    Args:
+        name: In the legend.
+        colour: A CSS variable of `_headline.STYLE`.
+        points: Per G: FLOPs, unique tokens and gap of each budget.
+    """
+
+    name: str
+    colour: str
+    points: Mapping[int, Sequence[Mapping[str, float]]]
+
+
+def lines(rows: Rows, num_kv_heads: int) -> list[Line]:
+    """Plain and wide heads, GQA-2G with an 8-bit cache, mean pooling with distillation; without those not run."""
+    cells = [Cell.of(found[0]) for found in rows.values()]
+    found = []
+    for name, colour, form in (
+        ("plain heads", "--s3", lambda c, g: (c.start, c.groups, c.wide, c.cache) == ("joint", g, 1, "")),
+        ("wide heads, R=2", "--s4", lambda c, g: (c.start, c.groups, c.wide, c.cache) == ("joint", g, 2, "")),
+        (
+            "twice the heads, 8-bit cache",
+            "--s5",
+            lambda c, g: (c.start, c.groups, c.wide, c.cache) == ("joint", 2 * g, 1, "int8"),
+        ),
+        (
+            "mean pooling, distilled",
+            "--s2",
+            lambda c, g: (c.start, c.groups, c.objective) == ("mean", g, "kd"),
+        ),
+    ):
+        kept = [
+            c
+            for c in cells
+            if c.text == "calibration" and c.objective != "ce" and c.fit in ("fits", "merged")
+        ]
+        kept = [c for c in kept if c.start == "mean" or c.fit == "fits"]
+        points = {
+            g: [_point(rows[key_of(c)]) for c in kept if form(c, g)] for g in GROUPS if g < num_kv_heads
+        }
+        if any(points.values()):
+            found.append(
+                Line(name, colour, {g: sorted(p, key=lambda x: x["flops"]) for g, p in points.items()})
+            )
+    return found
+
+
+def _point(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    return {name: statistics.mean(row[name] for row in rows) for name in ("flops", "unique_tokens", "gap")}
+
+
+@dataclass(frozen=True)
+class _Panel:
+    """One pair of axes: a logarithmic one of costs, and one of gaps that is linear around zero."""
+
+    left: float
+    top: float
+    costs: tuple[float, float]
+    gaps: tuple[float, float]
+
+    def x(self, cost: float) -> float:
+        low, high = (math.log(c) for c in self.costs)
+        return self.left + 8 + (PANEL - 16) * (math.log(cost) - low) / max(1e-9, high - low)
+
+    def y(self, gap: float) -> float:
+        low, high = (math.asinh(g / SOFT) for g in self.gaps)
+        return self.top + (HEIGHT - TOP - 60) * (high - math.asinh(gap / SOFT)) / (high - low)
+
+    def frame(self, title: str, name: str, labelled: bool) -> list[str]:
+        """Grid, ticks, title and the name of the axis of costs."""
+        right, bottom = self.left + PANEL, self.y(self.gaps[0])
+        parts = [f'<text x="{self.left}" y="{self.top - 8}" font-weight="bold">{title}</text>']
+        for tick in (t for t in TICKS if self.gaps[0] <= t <= self.gaps[1]):
+            dash = " dash" if tick == 0 else ""
+            y = f"{self.y(tick):.1f}"
+            parts.append(f'<line class="grid{dash}" x1="{self.left}" x2="{right}" y1="{y}" y2="{y}"/>')
+            if labelled:
+                parts.append(
+                    f'<text x="{self.left - 6}" y="{self.y(tick) + 4:.1f}" text-anchor="end">{f"{tick:+.2f}" if tick else 0}</text>'
+                )
+        for power in range(int(math.log10(self.costs[0])), int(math.log10(self.costs[1])) + 1):
+            for digit in (1, 2, 5):
+                if self.costs[0] <= (cost := digit * 10.0**power) <= self.costs[1]:
+                    parts.append(
+                        f'<text x="{self.x(cost):.1f}" y="{bottom + 16:.1f}" text-anchor="middle">{_short(cost)}</text>'
+                    )
+        middle = self.left + PANEL / 2
+        return [*parts, f'<text x="{middle:.0f}" y="{bottom + 33:.1f}" text-anchor="middle">{name}</text>']
+
+    def curve(self, points: Sequence[Mapping[str, float]], cost: str, colour: str) -> list[str]:
+        """A line through the budgets of one form."""
+        at = [(self.x(p[cost]), self.y(p["gap"])) for p in points]
+        path = " ".join(f"{a:.1f},{b:.1f}" for a, b in at)
+        dots = [f'<circle cx="{a:.1f}" cy="{b:.1f}" r="3.5" style="fill:var({colour})"/>' for a, b in at]
+        return [f'<polyline class="line" style="stroke:var({colour})" points="{path}"/>', *dots]
+
+
+def _short(cost: float) -> str:
+    """`2M`, `5e15`."""
+    return f"{cost / 1e6:.3g}M" if cost < 1e9 else f"{cost:.0e}".replace("e+", "e")
+
+
+def chart(record: Mapping[str, Any]) -> str:
+    """An SVG that follows light and dark."""
+    rows, heads = by_configuration(record["entries"]), record["num_kv_heads"]
+    drawn = lines(rows, heads)
+    points = [p for line in drawn for of_g in line.points.values() for p in of_g]
+    parts, x = [f'<text x="{LEFT - 40}" y="16">gap to the original, nats per token</text>'], float(LEFT)
+    for line in drawn:
+        parts.append(f'<circle cx="{x + 4:.0f}" cy="31" r="3.5" style="fill:var({line.colour})"/>')
+        parts.append(f'<text x="{x + 12:.0f}" y="35" style="fill:var({line.colour})">{line.name}</text>')
+        x += 26 + 6.4 * len(line.name)
+    gaps = (min(-0.012, *(p["gap"] for p in points)), 1.1 * max(p["gap"] for p in points))
+    height = HEIGHT - TOP
+    for i, g in enumerate(GROUPS):
+        for j, (cost, name) in enumerate(AXES):
+            known = [p[cost] for p in points]
+            panel = _Panel(
+                LEFT + j * (PANEL + GAP), TOP + 12 + i * height, (min(known) / 1.1, max(known) * 1.1), gaps
+            )
+            parts += panel.frame(f"cache of GQA-{g} ({heads // g}:1)", name, labelled=j == 0)
+            for line in drawn:
+                parts += panel.curve(line.points.get(g, []), cost, line.colour) if line.points.get(g) else []
+    size = f"0 0 {LEFT + 2 * PANEL + GAP + 12} {TOP + len(GROUPS) * height}"
+    title = "Gap to the original against FLOPs and unique tokens: " + ", ".join(line.name for line in drawn)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{size}" role="img" aria-label="{title}">'
+        f"<style>{STYLE}</style>\n" + "\n".join(parts) + "\n</svg>\n"
+    )

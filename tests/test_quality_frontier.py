@@ -1,0 +1,112 @@
+"""Tables by cache bytes, bars and the chart of a ledger."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+import _quality_frontier as frontier
+import tables
+from _ledger import record
+from _quality_cells import Cell, planned
+from _quality_chart import GROUPS, chart
+
+PLAN = planned(16, [4, 2, 8, 1], (2_713_000, 13_565_000), [0, 1, 2], wide=[2, 4])
+RATES = {"joint": 5e-4, "mean": 2e-3, "original": 1e-4}
+
+
+def entry(cell: Cell, loss: float, **more: Any) -> dict[str, Any]:
+    row = cell.to_dict() | {
+        "loss": loss,
+        "kl": 0.1,
+        "unique_tokens": 500_000,
+        "flops": 2e15,
+        "token_visits": 9,
+    }
+    row |= {"model": "m", "window": 32, "blocks": 10, "gpu": "GPU", "wall_seconds": 3.0}
+    rates = dict.fromkeys(cell.kinds, RATES[cell.start])
+    return row | {"rates": rates} | more
+
+
+def ledger(tmp_path: Path, *rows: dict[str, Any]) -> Path:
+    original = entry(Cell("original", 16), 3.0, unique_tokens=0, flops=0.0)
+    tuned = [
+        entry(Cell(start, 4, "fits", objective="kd", tokens=9, part="tuning", tunes=kind, rate=rate), 1.0)
+        for start, rate in RATES.items()
+        for kind in ("fit", "kd", "ce")
+    ]
+    path = tmp_path / "ledger.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in (original, *tuned, *rows)))
+    return path
+
+
+PLAIN = Cell("joint", 4, "fits")
+TAUGHT = Cell("joint", 4, "fits", objective="kd", tokens=2_713_000)
+
+
+def test_what_holds_the_same_bytes_stands_together(tmp_path: Path) -> None:
+    rows = [
+        entry(PLAIN, 3.05),
+        entry(Cell("joint", 4, "fits", seed=1), 3.07),
+        entry(Cell("joint", 4, "fits", wide=2), 3.02),
+        entry(Cell("joint", 8, "fits", cache="int8"), 3.01),
+        entry(Cell("joint", 8, "fits", wide=2, cache="int8"), 3.005),
+        entry(TAUGHT, 3.01),
+    ]
+    text = frontier.same_bytes(record(ledger(tmp_path, *rows)))
+    assert "| GQA-4 (4:1) | GQA-4 | +0.0600 ± 0.0100 (2 seeds) | +0.0100 |" in text
+    assert "|  | wide R=2: 2 heads | +0.0200 | not run |" in text
+    assert "|  | GQA-8, int8 cache | +0.0100 | not run |" in text
+    assert "|  | wide R=2: 4 heads, int8 cache | +0.0050 | not run |" in text
+
+
+def test_a_row_at_a_rate_that_tuning_left_stands_in_no_table(tmp_path: Path) -> None:
+    old = entry(TAUGHT, 3.03, rates={"fit": RATES["joint"], "kd": 1e-3})
+    assert "+0.03" not in frontier.same_bytes(record(ledger(tmp_path, entry(PLAIN, 3.05), old)))
+    assert "+0.01" in frontier.same_bytes(
+        record(ledger(tmp_path, entry(PLAIN, 3.05), old, entry(TAUGHT, 3.01)))
+    )
+
+
+@pytest.mark.parametrize(
+    ("bar", "measured", "verdict"),
+    [
+        ({"measure": "gap", "row": "joint/G4/fits", "at_most": 0.05}, "+0.0500", "met"),
+        ({"measure": "gap", "row": "joint/G4/fits", "at_most": 0.049}, "+0.0500", "**missed**"),
+        ({"measure": "gap", "row": "joint/G2/fits", "at_most": 0.5}, "not run", "not run"),
+        ({"measure": "not behind", "row": "joint/G4/wide2/fits", "other": "joint/G4/fits"}, "+0.0200 against +0.0500", "met"),
+        ({"measure": "not behind", "row": "joint/G4/fits", "other": "joint/G4/wide2/fits"}, "+0.0500 against +0.0200", "**missed**"),
+        ({"measure": "share taken", "row": "joint/G4/wide2/fits", "other": "joint/G4/fits", "at_least": 0.59}, "60% of +0.0500", "met"),
+        ({"measure": "share taken", "row": "joint/G4/wide2/fits", "other": "joint/G4/fits", "at_least": 0.61}, "60% of +0.0500", "**missed**"),
+    ],
+)  # fmt: skip
+def test_a_verdict_is_computed(tmp_path: Path, bar: dict[str, Any], measured: str, verdict: str) -> None:
+    path = ledger(tmp_path, entry(PLAIN, 3.05 - 1e-12), entry(Cell("joint", 4, "fits", wide=2), 3.02))
+    rows = frontier.by_configuration(record(path)["entries"])
+    assert frontier.verdict(rows, bar) == (measured, verdict)
+
+
+def test_every_bar_names_a_row_that_is_planned() -> None:
+    planned_keys = {frontier.key_of(cell) for cell in PLAN}
+    found = json.loads((frontier.RESULTS / "quality_bars.json").read_text())["bars"]
+    for bar in found:
+        assert {bar["row"], bar.get("other", bar["row"])} <= planned_keys, bar
+        assert f"/G{bar['groups']}/" in bar["row"] and bar["name"] and frontier.wanted(bar)
+    (text,) = tables.tables(frontier.RESULTS / "quality_bars.json")
+    assert text.count("\n| ") == len(found) + 2
+
+
+def test_the_chart_draws_each_form_against_both_costs(tmp_path: Path) -> None:
+    rows = [entry(PLAIN, 3.05), entry(TAUGHT, 3.01, flops=3e15, unique_tokens=3e6)]
+    rows += [entry(Cell("joint", 8, "fits", cache="int8"), 3.01)]
+    picture = chart(record(ledger(tmp_path, *rows)))
+    assert picture.count("<polyline") == 4  # two forms at 4:1, in two panels
+    assert picture.count('cx="') == 2 + 2 * 3  # the legend, and each row twice
+    assert "prefers-color-scheme: dark" in picture and picture.count("cache of GQA-") == 2 * len(GROUPS)
+    assert "FLOPs, fits included" in picture and "wide heads" not in picture

@@ -11,7 +11,7 @@ import torch
 from pico_models import model_class, pico_config
 
 from mha2gqa.commands import bench as bench_module
-from mha2gqa.commands import decode
+from mha2gqa.commands import decode, fixed_cache
 from mha2gqa.commands.bench import bench, longest_context
 from mha2gqa.conversion.checkpoint import convert
 from mha2gqa.errors import UsageError
@@ -80,6 +80,58 @@ def test_the_timed_step_computes_what_a_full_pass_does(model_type: str, changes:
     full = model(torch.cat([step.prompt.expand(3, -1), token], 1)).logits[:, -1:]
     assert model.config._attn_implementation == before
     assert float((logits - full).abs().max()) < torch.finfo(torch.float32).eps * 256 * float(full.abs().max())
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "splits"), [(8, 2, 2), (8, 8, 4), (4, 1, 8)])
+@pytest.mark.parametrize("scaling", [None, 0.5])
+@torch.inference_mode()
+def test_one_token_attends_in_parts_as_in_one(
+    heads: int, kv_heads: int, splits: int, scaling: float | None
+) -> None:
+    """Against softmax written out in float64."""
+    torch.manual_seed(0)
+    slots, width = splits * fixed_cache.LEAST_PART, 16
+    query = torch.randn(3, heads, 1, width) * 3
+    key, value = torch.randn(2, 3, kv_heads, slots, width)
+    repeat = heads // kv_heads
+    k, v = (x.double().repeat_interleave(repeat, 1) for x in (key, value))
+    logits = query.double() @ k.mT * (width**-0.5 if scaling is None else scaling)
+    wanted = logits.softmax(-1) @ v
+    for parts in (1, splits):
+        found = fixed_cache.one_token(query, key, value, scaling, parts)
+        assert torch.allclose(found.double(), wanted, atol=1e-5, rtol=1e-4)
+
+
+def test_kernels_are_offered_where_parts_are_even_and_long_enough() -> None:
+    assert {k.splits for k in fixed_cache.candidates(4096)} == {1, 2, 4, 8, 16}
+    assert {k.splits for k in fixed_cache.candidates(1024)} == {1, 2, 4, 8}
+    assert {k.splits for k in fixed_cache.candidates(4095)} == {1}
+    assert str(fixed_cache.Kernel("FLASH_ATTENTION", 4)) == "flash in 4 parts"
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+@torch.inference_mode()
+def test_a_step_on_a_chosen_kernel_computes_what_a_full_pass_does(
+    splits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The choice that a GPU makes, on a wide model whose rotary frequencies are looked up in every pass."""
+    monkeypatch.setattr(fixed_cache, "LEAST_PART", 8)
+    monkeypatch.setattr(decode, "fastest", lambda part, heads: (fixed_cache.Kernel("", splits), {"x": 1.0}))
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 1.0, "attention_factor": 1.0}
+    rope |= {"short_factor": [1.5] * 4, "long_factor": [1.5] * 4, "original_max_position_embeddings": 16}
+    model, config = live("llama", num_key_value_heads=2, num_hidden_layers=3, rope_parameters=rope)
+    step = decode.FixedStep(model, config, 2, 32, compiled=True)
+    with decode._ours(step):
+        step.prefill()
+        token = step.token.clone()
+        step.prepare()
+        assert step.compiled and not step.warnings and step.kernels == {"x": 1.0}
+        assert step.measure(1) > 0
+        step.token.copy_(token)
+        step.step()
+    assert model.model.rotary_emb.rope_type == "longrope"
+    full = model(torch.cat([step.prompt.expand(2, -1), token], 1)).logits[:, -1:].argmax(-1)
+    assert torch.equal(step.token, full)
 
 
 @torch.inference_mode()

@@ -22,7 +22,8 @@ from ..errors import UnsupportedModelError, UsageError
 from ..evaluation.setup import context_length
 from ..kv_cache import decode_step_bytes, kv_bytes, max_batch, step_weight_bytes
 from ..results import Result
-from .decode import DecodeTimes, NotServed, copy_bandwidth, fixed_step, growing_cache
+from .decode import DecodeTimes, copy_bandwidth, fixed_step, growing_cache
+from .fixed_cache import NotServed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -42,7 +43,7 @@ class BenchResult(Result):
         models: For each model `path, tokens_per_second, milliseconds_per_step, first_token_milliseconds,
             prefill_tokens_per_second, kv_bytes, weight_bytes, step_bytes, bytes_per_second, share_of_bandwidth,
             floor_milliseconds` (the step at full bandwidth), `step` (what was timed), `attention, native_gqa,
-            cuda_graph, compiled, warnings`, and `budgets`: per memory budget the batch that fits
+            cuda_graph, compiled, kernel_seconds` (of one layer's attention), `warnings`, and `budgets`: per memory budget the batch that fits
             and its speed.
     """
 
@@ -194,6 +195,7 @@ def decode_row(
         "native_gqa": times.native_gqa,
         "cuda_graph": times.cuda_graph,
         "compiled": times.compiled,
+        "kernel_seconds": times.kernels,
         "warnings": list(times.warnings),
     }
 

@@ -12,33 +12,24 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch import nn
+from torch.nn.attention import sdpa_kernel
 from transformers import AttentionInterface
-from transformers.cache_utils import DynamicCache
 
 from ..kv_cache import kv_layers
 from ..uptraining.model_prep import compile_layers, repeated_layers, undo_compile
+from .fixed_cache import BACKENDS, NAME, FixedCache, Kernel, LayerCache, NotServed, attend, fastest, use
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 WARM_UP = 3  # steps before the clock starts
-NAME = "fixed_cache_decode"
-# Without cuDNN's attention, which torch prefers on Hopper and later: it plans anew for every length (tens of
-# milliseconds), and a cache is longer at every step.
-BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-# What a layer may hand to attention beside scaling and dropout without changing what is computed here.
-HARMLESS = frozenset({"scaling", "dropout", "is_causal", "sliding_window"})
-
-
-class NotServed(Exception):
-    """This model's attention is not the plain kind that the fixed step stands for; the message says why."""
+TRIED = 8  # steps that tell whether compiled layers are faster
 
 
 @dataclass(frozen=True)
@@ -54,6 +45,7 @@ class DecodeTimes:
         native_gqa: Whether keys and values are read without being repeated.
         cuda_graph, compiled: Whether the step is replayed as a graph, and its layers compiled.
         warnings: Why the step is not the one that servers run, where it is not.
+        kernels: Seconds of one layer's attention by kernel, where there was a choice.
     """
 
     seconds: float
@@ -65,102 +57,7 @@ class DecodeTimes:
     cuda_graph: bool = False
     compiled: bool = False
     warnings: tuple[str, ...] = ()
-
-
-class LayerCache:
-    """Keys and values of one layer, `[B, K, S, d]` with every slot in use.
-
-    Args:
-        slots: S: tokens of context, or of the layer's window if that is shorter.
-        context: Tokens of the sequence, the newest included.
-    """
-
-    def __init__(self, batch: int, heads: int, slots: int, dims: tuple[int, int], like: Tensor) -> None:
-        self.key, self.value = (
-            torch.zeros(batch, heads, slots, dim, dtype=like.dtype, device=like.device) for dim in dims
-        )
-
-    def update(self, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Put one token into the last slot, or a prompt of one sequence into the slots before it."""
-        if key.shape[2] == 1:
-            self.key[:, :, -1:] = key
-            self.value[:, :, -1:] = value
-            return self.key, self.value
-        slots = self.key.shape[2] - 1
-        for held, new in ((self.key, key), (self.value, value)):
-            held[:, :, :slots] = new[:, :, -slots:]  # of the one sequence, for all of the batch
-        return key, value
-
-
-class FixedCache(DynamicCache):
-    """A cache of `context` tokens that stays as long as it is: every step writes the last token.
-
-    Args:
-        config: Raw config, which says what every layer keeps.
-        batch, context: Sequences; tokens, the newest included.
-        like: A tensor of the model's dtype and device.
-    """
-
-    def __init__(self, config: Mapping[str, Any], batch: int, context: int, like: Tensor) -> None:
-        super().__init__()
-        self.seen, self.context = 0, context
-        self.parts = [
-            LayerCache(
-                batch,
-                layer.heads,
-                min(context, layer.window or context),
-                (layer.key_dim, layer.value_dim),
-                like,
-            )
-            for layer in kv_layers(config)
-        ]
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """As `LayerCache.update`, of one layer."""
-        return self.parts[layer_idx].update(key_states, value_states)
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens before the ones that come."""
-        return self.seen
-
-
-def attend(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """Attention of query `[B, H, T, d]` on key and value `[B, K, S, d]`: the prompt causally, one token on all.
-
-    One token: the H / K queries of a group are that many queries of one head, `[B, K, H / K, d]`, which every
-    kernel runs on the K heads as they are stored.
-    """
-    more = {name for name, x in kwargs.items() if x is not None and name not in HARMLESS}
-    if unknown := sorted(more & {"s_aux", "softcap", "position_bias", "head_mask"}):
-        raise NotServed(f"its attention takes {', '.join(unknown)}")
-    length, groups = query.shape[2], query.shape[1] // key.shape[1]
-    scaled_attention = nn.functional.scaled_dot_product_attention
-    if length == 1:
-        folded = query.reshape(query.shape[0], key.shape[1], groups, query.shape[3])
-        output = scaled_attention(folded, key, value, scale=scaling).reshape(*query.shape[:3], value.shape[3])
-    else:
-        window = kwargs.get("sliding_window")
-        if window is not None and window < length:
-            place = torch.arange(length, device=query.device)
-            ahead = place[:, None] - place
-            band: dict[str, Any] = {"attn_mask": (ahead >= 0) & (ahead < window)}
-        else:
-            band = {"is_causal": True}
-        output = scaled_attention(query, key, value, scale=scaling, enable_gqa=groups > 1, **band)
-    return output.transpose(1, 2).contiguous(), None
-
-
-AttentionInterface.register(NAME, attend)  # no mask function of that name: transformers makes no mask
+    kernels: dict[str, float] = field(default_factory=dict)
 
 
 class FixedStep:
@@ -201,7 +98,9 @@ class FixedStep:
         self.token = self.prompt[:, :1].expand(batch, 1).clone()
         self.position = torch.full((batch, 1), context - 1, device=self.device)
         self.hooks: list[Any] = []
+        self.kernel, self.kernels = Kernel(), {}  # type: tuple[Kernel, dict[str, float]]
         self.replay: Callable[[], None] = self.step
+        self.graph: torch.cuda.CUDAGraph | None = None
         named = "cache" in signature(type(model).forward).parameters  # its older name is deprecated
         self.keys_and_values = {"cache" if named else "past_key_values": self.cache, "use_cache": True}
 
@@ -222,11 +121,28 @@ class FixedStep:
         return time.perf_counter() - began
 
     def prepare(self) -> None:
-        """Compile the layers and capture the step, where that is asked for and possible."""
-        if self.compiled:
-            self._compile()
-        if self.device.type == "cuda":
+        """Choose the kernel, compile the layers and capture the step, where that is asked for and possible."""
+        heads = int(self.model.config.get_text_config().num_attention_heads)
+        most = max(self.cache.parts, key=lambda part: part.key.shape[2])
+        self.kernel, self.kernels = fastest(most, heads)
+        use(self.kernel)
+        with sdpa_kernel(self.kernel.backends), _settled_frequencies(self.model):
             self._capture()
+            if self.compiled:
+                self._compile_and_compare()
+
+    def _compile_and_compare(self) -> None:
+        """Compile the layers, and keep what is faster on a GPU."""
+        uncompiled, seconds = (self.replay, self.graph), self.time(TRIED) if self.graph else float("inf")
+        self._compile()
+        if not self.compiled or self.device.type != "cuda":
+            return
+        self._capture()
+        if (now := self.time(TRIED)) > seconds:
+            self.warnings.append(
+                f"layers not compiled: a step takes {seconds * 1e3:.2f} ms, with compiled ones {now * 1e3:.2f} ms"
+            )
+            self.compiled, (self.replay, self.graph) = False, uncompiled
 
     def time(self, steps: int) -> float:
         """Median wall seconds of a step."""
@@ -239,13 +155,19 @@ class FixedStep:
             times.append(time.perf_counter() - began)
         return statistics.median(times[WARM_UP:])
 
+    def measure(self, steps: int) -> float:
+        """`time`, with the kernel that was chosen."""
+        with sdpa_kernel(self.kernel.backends), _settled_frequencies(self.model):
+            return self.time(steps)
+
     @property
     def graphed(self) -> bool:
         """Whether the step is a CUDA graph."""
-        return self.replay != self.step
+        return self.graph is not None
 
     def close(self) -> None:
         """Give the model its own attention and layers back."""
+        use(Kernel())
         for hook in self.hooks:
             hook.remove()
         if self.hooks:
@@ -275,6 +197,10 @@ class FixedStep:
             self.compiled = False
 
     def _capture(self) -> None:
+        """Make the step one CUDA graph, on a GPU."""
+        if self.device.type != "cuda":
+            return
+        self.replay, self.graph = self.step, None
         stream = torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
@@ -289,7 +215,23 @@ class FixedStep:
             wait(self.device)
             self.warnings.append(f"no CUDA graph: {_first_line(error)}")
             return
-        self.replay = graph.replay
+        self.replay, self.graph = graph.replay, graph
+
+
+@contextmanager
+def _settled_frequencies(model: nn.Module) -> Iterator[None]:
+    """Inside, rotary frequencies that depend on the length of the text stay those of the last pass.
+
+    They would be looked up again in every step, and a CUDA graph cannot wait for the GPU to say how long the text is.
+    """
+    found: dict[Any, Any] = {m: m.rope_type for m in model.modules() if hasattr(m, "rope_type")}
+    for module, kind in found.items():
+        module.rope_type = dict.fromkeys(kind, "default") if isinstance(kind, dict) else "default"
+    try:
+        yield
+    finally:
+        for module, kind in found.items():
+            module.rope_type = kind
 
 
 def _with_own_part(cache: FixedCache, part: LayerCache) -> Callable[..., Any]:
@@ -344,16 +286,15 @@ def fixed_step(
                 raise NotServed("its class does not use transformers' attention interface")
             first = min(first, step.prefill())  # the first time kernels are chosen and memory is found
             step.prepare()
-            seconds = step.time(steps)
+            seconds = step.measure(steps)
         except (TypeError, AttributeError, ValueError) as error:  # a class with a cache protocol of its own
             raise NotServed(_first_line(error)) from error
-    flash = flash_runs(step.cache.parts[0], model)
     how = ["fixed cache, no mask"]
     how += ["compiled layers"] if step.compiled else []
     how += ["CUDA graph"] if step.graphed else []
     return DecodeTimes(
-        seconds, first, context, ", ".join(how), f"sdpa {flash}", True, step.graphed, step.compiled,
-        tuple(step.warnings),
+        seconds, first, context, ", ".join(how), f"sdpa, {step.kernel}", True, step.graphed, step.compiled,
+        tuple(step.warnings), step.kernels,
     )  # fmt: skip
 
 
@@ -371,17 +312,6 @@ def counted_attention() -> Iterator[list[int]]:
         yield calls
     finally:
         AttentionInterface.register(NAME, attend)
-
-
-def flash_runs(part: LayerCache, model: PreTrainedModel) -> str:
-    """The kernel that attention runs on: `flash`, or what is left."""
-    query = part.key[:1, :, :1]
-    try:
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            nn.functional.scaled_dot_product_attention(query, part.key[:1], part.value[:1])
-    except RuntimeError:
-        return "without flash"
-    return "flash"
 
 
 @torch.inference_mode()

@@ -1,0 +1,268 @@
+"""A cache of fixed length whose every slot is used, and the attention of one token on it.
+
+Attention reads the shared heads as they are: the queries of a group attend as one head's queries, and keys and
+values are never repeated. Where few heads would leave most of a GPU idle, the slots of a head are split into parts
+that attend side by side, and their outputs are weighed by what each part's softmax summed to, as servers do.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import AttentionInterface
+from transformers.cache_utils import DynamicCache
+
+from ..kv_cache import kv_layers
+
+NAME = "fixed_cache_decode"
+# Without cuDNN's attention, which torch prefers on Hopper and later: it plans anew for every length (tens of
+# milliseconds), and a cache is longer at every step.
+BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+# What a layer may hand to attention beside scaling and dropout without changing what is computed here.
+HARMLESS = frozenset({"scaling", "dropout", "is_causal", "sliding_window"})
+SPLITS = (2, 4, 8, 16)
+LEAST_PART = 128  # slots of a part, at least
+TRIALS = 10  # timed calls of each kernel
+
+
+class NotServed(Exception):
+    """This model's attention is not the plain kind that the fixed step stands for; the message says why."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """How one token attends.
+
+    Args:
+        backend: A name of `SDPBackend`; empty for whichever torch takes.
+        splits: Parts of the slots that attend side by side (flash alone gives what weighs them).
+    """
+
+    backend: str = ""
+    splits: int = 1
+
+    @property
+    def backends(self) -> list[SDPBackend]:
+        """What torch may choose from."""
+        return [SDPBackend[self.backend]] if self.backend else BACKENDS
+
+    def __str__(self) -> str:
+        name = self.backend.lower().removesuffix("_attention") or "torch's choice"
+        return f"{name} in {self.splits} parts" if self.splits > 1 else name
+
+
+class LayerCache:
+    """Keys and values of one layer, `[B, K, S, d]` with every slot in use.
+
+    Args:
+        slots: S: tokens of context, or of the layer's window if that is shorter.
+        context: Tokens of the sequence, the newest included.
+    """
+
+    def __init__(self, batch: int, heads: int, slots: int, dims: tuple[int, int], like: Tensor) -> None:
+        self.key, self.value = (
+            torch.zeros(batch, heads, slots, dim, dtype=like.dtype, device=like.device) for dim in dims
+        )
+
+    def update(self, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Put one token into the last slot, or a prompt of one sequence into the slots before it."""
+        if key.shape[2] == 1:
+            self.key[:, :, -1:] = key
+            self.value[:, :, -1:] = value
+            return self.key, self.value
+        slots = self.key.shape[2] - 1
+        for held, new in ((self.key, key), (self.value, value)):
+            held[:, :, :slots] = new[:, :, -slots:]  # of the one sequence, for all of the batch
+        return key, value
+
+
+class FixedCache(DynamicCache):
+    """A cache of `context` tokens that stays as long as it is: every step writes the last token.
+
+    Args:
+        config: Raw config, which says what every layer keeps.
+        batch, context: Sequences; tokens, the newest included.
+        like: A tensor of the model's dtype and device.
+    """
+
+    def __init__(self, config: Mapping[str, Any], batch: int, context: int, like: Tensor) -> None:
+        super().__init__()
+        self.seen, self.context = 0, context
+        self.parts = [
+            LayerCache(
+                batch,
+                layer.heads,
+                min(context, layer.window or context),
+                (layer.key_dim, layer.value_dim),
+                like,
+            )
+            for layer in kv_layers(config)
+        ]
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """As `LayerCache.update`, of one layer."""
+        return self.parts[layer_idx].update(key_states, value_states)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens before the ones that come."""
+        return self.seen
+
+
+# --- attention -----------------------------------------------------------------------------------------
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    splits: int = 1,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention of query `[B, H, T, d]` on key and value `[B, K, S, d]`: the prompt causally, one token on all."""
+    more = {name for name, x in kwargs.items() if x is not None and name not in HARMLESS}
+    if unknown := sorted(more & {"s_aux", "softcap", "position_bias", "head_mask"}):
+        raise NotServed(f"its attention takes {', '.join(unknown)}")
+    length, groups = query.shape[2], query.shape[1] // key.shape[1]
+    if length == 1:
+        return one_token(query, key, value, scaling, splits).transpose(1, 2).contiguous(), None
+    window = kwargs.get("sliding_window")
+    if window is not None and window < length:
+        place = torch.arange(length, device=query.device)
+        ahead = place[:, None] - place
+        band: dict[str, Any] = {"attn_mask": (ahead >= 0) & (ahead < window)}
+    else:
+        band = {"is_causal": True}
+    output = nn.functional.scaled_dot_product_attention(
+        query, key, value, scale=scaling, enable_gqa=groups > 1, **band
+    )
+    return output.transpose(1, 2).contiguous(), None
+
+
+def one_token(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, splits: int = 1) -> Tensor:
+    """Attention of one token on every slot.
+
+    The H / K queries of a group are that many queries of one head, `[B, K, H / K, d]`, which every kernel runs on the
+    K heads as they are stored.
+
+    Args:
+        query: `[B, H, 1, d]`.
+        key, value: `[B, K, S, d]` and `[B, K, S, e]`.
+        scaling: Of the logits; None for 1 / sqrt(d).
+        splits: Parts of the slots, each attended to alone; one where they would be uneven or short.
+
+    Returns:
+        `[B, H, 1, e]`.
+    """
+    batch, heads = query.shape[:2]
+    kv_heads, slots = key.shape[1:3]
+    folded = query.reshape(batch, kv_heads, heads // kv_heads, query.shape[3])
+    if splits == 1 or slots % splits or slots // splits < LEAST_PART:
+        output = nn.functional.scaled_dot_product_attention(folded, key, value, scale=scaling)
+        return output.reshape(batch, heads, 1, value.shape[3])
+    parts = (batch, kv_heads * splits, slots // splits)  # views: slots lie one after the other
+    output, summed = flash(
+        folded.repeat_interleave(splits, 1),
+        key.view(*parts, key.shape[3]),
+        value.view(*parts, value.shape[3]),
+        scaling,
+    )
+    apart = (batch, kv_heads, splits, heads // kv_heads)
+    weight = torch.softmax(summed.view(apart).float(), 2)
+    output = (output.reshape(*apart, value.shape[3]) * weight[..., None]).sum(2)
+    return output.to(value.dtype).reshape(batch, heads, 1, value.shape[3])
+
+
+def flash(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> tuple[Tensor, Tensor]:
+    """Flash attention: the output `[B, K, T, e]` and the logarithm of each softmax's sum `[B, K, T]`."""
+    ops = torch.ops.aten
+    if query.device.type == "cpu":
+        found = ops._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, False, scale=scaling)
+    else:
+        found = ops._scaled_dot_product_flash_attention(query, key, value, 0.0, False, False, scale=scaling)
+    return found[0], found[1]
+
+
+def use(kernel: Kernel) -> None:
+    """Let models of the attention implementation `NAME` attend with a kernel from now on."""
+    AttentionInterface.register(NAME, partial(attend, splits=kernel.splits))
+
+
+AttentionInterface.register(NAME, attend)  # no mask function of that name: transformers makes no mask
+
+
+# --- which kernel --------------------------------------------------------------------------------------
+
+
+def candidates(slots: int) -> list[Kernel]:
+    """Kernels that a GPU may have for one token on so many slots."""
+    whole = [Kernel(name) for name in ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION")]
+    split = [n for n in SPLITS if slots % n == 0 and slots // n >= LEAST_PART]
+    return whole + [Kernel("FLASH_ATTENTION", n) for n in split]
+
+
+def fastest(part: LayerCache, heads: int, scaling: float | None = None) -> tuple[Kernel, dict[str, float]]:
+    """The kernel that attends fastest to a layer's cache, and the seconds of each that can.
+
+    Args:
+        part: The layer's cache.
+        heads: Query heads H.
+        scaling: Of the logits.
+
+    Returns:
+        The kernel; torch's own choice and {} where none can be told apart (no GPU).
+    """
+    device = part.key.device
+    if device.type != "cuda":
+        return Kernel(), {}
+    query = torch.zeros(
+        part.key.shape[0], heads, 1, part.key.shape[3], dtype=part.key.dtype, device=device
+    ).normal_()
+    found: dict[Kernel, float] = {}
+    for kernel in candidates(part.key.shape[2]):
+        with suppress_refusal(), sdpa_kernel(kernel.backends):
+            found[kernel] = timed(partial(one_token, query, part.key, part.value, scaling, kernel.splits))
+    if not found:
+        return Kernel(), {}
+    return min(found, key=found.__getitem__), {str(kernel): seconds for kernel, seconds in found.items()}
+
+
+@contextmanager
+def suppress_refusal() -> Iterator[None]:
+    """Pass over a kernel that does not take these tensors on this card."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:
+        pass
+
+
+def timed(call: Callable[[], Any]) -> float:
+    """Seconds of one of several calls on a GPU that are waited for together."""
+    for _ in range(3):
+        call()
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(TRIALS):
+        call()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - began) / TRIALS
+
+
+__all__ = [
+    "BACKENDS", "NAME", "FixedCache", "Kernel", "LayerCache", "NotServed", "attend", "candidates", "fastest", "one_token",
+    "use",
+]  # fmt: skip

@@ -1,9 +1,10 @@
 """Decode speed of a Llama of any shape and of its grouped forms, in one run on one device, by the product's bench.
 
 Weights are random and made on the device, tensor by tensor: no checkpoint is needed, and speed does not depend on
-what they are. Every finished row is written at once; a run that was cut off goes on where it stopped.
+what they are. Every finished row is written at once; a run that was cut off goes on where it stopped, and with a row that
+ended the process after that row.
 
-    python benchmarks/decode_speed.py --out decode_speed.json          # Llama-2-7B, on the GPU
+    python benchmarks/decode_speed.py --wide --out decode_speed.json   # Llama-2-7B, on the GPU
     python benchmarks/decode_speed.py --tiny --device cpu --out build/decode_speed.json
 """
 
@@ -14,6 +15,7 @@ import gc
 import json
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,8 @@ import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import mha2gqa
+from mha2gqa.architectures import AttentionSpec, Geometry
+from mha2gqa.architectures.wide import wide_changes
 from mha2gqa.commands.bench import budget_row, decode_row
 from mha2gqa.commands.decode import copy_bandwidth
 from mha2gqa.errors import Mha2gqaError
@@ -30,6 +34,8 @@ TINY = {
     "layers": 2, "hidden": 128, "intermediate": 256, "heads": 8, "kv_heads": [8, 2, 1], "vocab": 512,
     "points": ["2x64", "3x64"], "budgets": [0.01], "budget_context": 64, "steps": 3, "dtype": "float32",
 }  # fmt: skip
+WIDE = 2  # R of the wide forms
+Form = tuple[int, int]  # G, whose cache the form has, and R
 
 
 def arguments() -> argparse.Namespace:
@@ -43,6 +49,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument(
         "--kv-heads", type=int, nargs="+", default=[32, 8, 4], help="the first is the original"
+    )
+    parser.add_argument(
+        "--wide", action="store_true", help=f"wide forms (R = {WIDE}) of the grouped ones too"
     )
     parser.add_argument("--vocab", type=int, default=32000)
     parser.add_argument("--dtype", default="bfloat16")
@@ -60,9 +69,17 @@ def arguments() -> argparse.Namespace:
     return args
 
 
-def config_of(args: argparse.Namespace, kv_heads: int) -> dict[str, Any]:
+def forms(args: argparse.Namespace) -> list[Form]:
+    """The original, its grouped forms, and wide ones of the same caches."""
+    original, *grouped = args.kv_heads
+    plain = [(original, 1), *((groups, 1) for groups in grouped)]
+    return plain + [(groups, WIDE) for groups in grouped if args.wide and groups % WIDE == 0]
+
+
+def config_of(args: argparse.Namespace, form: Form) -> dict[str, Any]:
     """The raw config of one form."""
-    return {
+    (groups, wide), width = form, args.hidden // args.heads
+    raw = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "vocab_size": args.vocab,
@@ -70,11 +87,17 @@ def config_of(args: argparse.Namespace, kv_heads: int) -> dict[str, Any]:
         "intermediate_size": args.intermediate,
         "num_hidden_layers": args.layers,
         "num_attention_heads": args.heads,
-        "num_key_value_heads": kv_heads,
+        "num_key_value_heads": groups // wide,
+        "head_dim": width,
         "max_position_embeddings": max(args.budget_context, *(context for _, context in points(args))),
         "tie_word_embeddings": False,
         "dtype": args.dtype,
+        "rope_theta": 10000.0,
     }
+    if wide > 1:
+        geometry = Geometry(args.heads, args.heads, width, width)
+        raw |= {path[-1]: x for path, x in wide_changes(AttentionSpec(), raw, geometry, wide).items()}
+    return raw
 
 
 def points(args: argparse.Namespace) -> list[tuple[int, int]]:
@@ -154,7 +177,7 @@ def setup_of(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def jobs(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Every measurement of one form: points, then budgets."""
+    """Every measurement of a form: points, then budgets."""
     found: list[dict[str, Any]] = [
         {"kind": "point", "asked_batch": batch, "context": context} for batch, context in points(args)
     ]
@@ -165,10 +188,10 @@ def jobs(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def measure(
-    job: dict[str, Any], model: Any, raw: dict[str, Any], args: argparse.Namespace, rows: Rows
-) -> None:
-    """One row; what does not fit is a row with a reason."""
-    bandwidth = rows.data["setup"]["copy_bandwidth"]
+    job: dict[str, Any], model: Any, raw: dict[str, Any], form: Form, args: argparse.Namespace, rows: Rows
+) -> bool:
+    """Make one row; what does not run is a row with a reason. False where the process may be broken."""
+    bandwidth, usable = rows.data["setup"]["copy_bandwidth"], True
     more: dict[str, Any] = {"steps": args.steps, "bandwidth": bandwidth, "compiled": args.compile}
     began = time.perf_counter()
     try:
@@ -176,45 +199,60 @@ def measure(
             row = decode_row("llama", model, raw, batch=job["asked_batch"], context=job["context"], **more)
         else:
             row = budget_row(model, raw, job["memory_bytes"], context=job["context"], **more)
-    except (Mha2gqaError, torch.OutOfMemoryError) as error:
+    except (Mha2gqaError, RuntimeError) as error:  # out of memory is a RuntimeError
         row = {"reason": str(error).splitlines()[0], "tokens_per_second": None}
+        usable = isinstance(error, (Mha2gqaError, torch.OutOfMemoryError))
+        rows.say(traceback.format_exc())
     gc.collect()
-    row = {**row, **job, "kv_heads": raw["num_key_value_heads"], "seconds": time.perf_counter() - began}
-    rows.data["rows"].append(row)
+    kv_heads, width = raw["num_key_value_heads"], raw["head_dim"]
+    name = f"{kv_heads} KV heads of {width}"
+    row |= {**job, "groups": form[0], "wide": form[1], "kv_heads": kv_heads, "head_dim": width}
+    rows.data["rows"].append(row | {"seconds": time.perf_counter() - began})
     rows.save()
     result = row.get("reason") or (
         f"batch {row['batch']}: {row['milliseconds_per_step']:.2f} ms, {row['tokens_per_second']:.0f} tokens/s, "
-        f"{row['share_of_bandwidth']:.0%} of the copy bandwidth; {row['step']}; {'; '.join(row['warnings'])}"
+        f"{row['share_of_bandwidth']:.0%} of the copy bandwidth; {row['step']}; {row['attention']}; "
+        + "; ".join(row["warnings"])
     )
-    rows.say(f"{job} {raw['num_key_value_heads']} KV heads: {result} [{row['seconds']:.0f} s]")
+    rows.say(f"{job} {name}: {result} [{time.perf_counter() - began:.0f} s]")
+    return usable
 
 
 def summary(args: argparse.Namespace, rows: Rows) -> list[dict[str, Any]]:
-    """Speed-ups over the first form, beside the ratio that bytes predict."""
+    """Speed-ups over the original beside the ratio that bytes predict, and wide forms beside plain ones."""
     found = []
     for job in jobs(args):
         mine = {
-            row["kv_heads"]: row
+            (row["groups"], row["wide"]): row
             for row in rows.data["rows"]
             if row.get("tokens_per_second") and all(row.get(k) == v for k, v in job.items())
         }
-        original = mine.get(args.kv_heads[0])
-        for kv_heads, row in mine.items():
-            if original is None or row is original:
-                continue
+        original = mine.pop((args.kv_heads[0], 1), None)
+        for (groups, wide), row in mine.items() if original else ():
             speed_up = row["tokens_per_second"] / original["tokens_per_second"]
             predicted = row["batch"] / row["step_bytes"] * original["step_bytes"] / original["batch"]
-            found.append(
-                {
-                    **job,
-                    "kv_heads": kv_heads,
-                    "speed_up": speed_up,
-                    "predicted": predicted,
-                    "of_predicted": speed_up / predicted,
-                    "original_share_of_bandwidth": original["share_of_bandwidth"],
-                }
-            )
+            made = {"groups": groups, "wide": wide, "kv_heads": row["kv_heads"], "head_dim": row["head_dim"]}
+            made |= {"speed_up": speed_up, "predicted": predicted, "of_predicted": speed_up / predicted}
+            made |= {"original_share_of_bandwidth": original["share_of_bandwidth"]}
+            if wide > 1 and (plain := mine.get((groups, 1))):
+                seconds = [x["batch"] / x["tokens_per_second"] for x in (row, plain)]
+                made |= {"step_over_plain": seconds[0] / seconds[1]}
+                made |= {"tokens_over_plain": row["tokens_per_second"] / plain["tokens_per_second"]}
+            found.append(job | made)
     return found
+
+
+def visit(form: Form, left: list[dict[str, Any]], args: argparse.Namespace, rows: Rows, began: float) -> None:
+    """Every measurement of one form that is left."""
+    raw = config_of(args, form)
+    model = random_model(raw, args.device)
+    rows.say(f"cache of {form[0]} KV heads, R = {form[1]}: model made, {time.perf_counter() - began:.0f} s")
+    for job in left:
+        if time.perf_counter() - began > args.deadline:
+            rows.say("out of time: run the same command again for the rest")
+            return
+        if not measure(job, model, raw, form, args, rows):
+            raise SystemExit("a row failed: run the same command again for the rest")
 
 
 def main() -> None:
@@ -223,30 +261,24 @@ def main() -> None:
     rows = Rows(args.out, setup_of(args))
     setup = rows.data["setup"]
     rows.say(f"{setup['device']}: a copy moves {setup['copy_bandwidth'] / 1e9:.0f} GB/s")
-    for kv_heads in args.kv_heads:
-        left = [job for job in jobs(args) if not rows.done(kv_heads=kv_heads, **job)]
-        if not left or time.perf_counter() - began > args.deadline:
-            continue
-        raw = config_of(args, kv_heads)
-        model = random_model(raw, args.device)
-        rows.say(f"{kv_heads} KV heads: model made, {time.perf_counter() - began:.0f} s")
-        for job in left:
-            if time.perf_counter() - began > args.deadline:
-                rows.say("out of time: run the same command again for the rest")
-                break
-            measure(job, model, raw, args, rows)
-        del model
-        gc.collect()
-    rows.data["summary"] = summary(args, rows)
-    rows.save()
+    for kind in ("point", "budget"):
+        for form in forms(args):
+            key = {"groups": form[0], "wide": form[1]}
+            left = [job for job in jobs(args) if job["kind"] == kind and not rows.done(**key, **job)]
+            if left and time.perf_counter() - began < args.deadline:
+                visit(form, left, args, rows, began)
+                gc.collect()
+                rows.data["summary"] = summary(args, rows)
+                rows.save()
     for row in rows.data["summary"]:
         where = (
             f"batch {row['asked_batch']}" if row["kind"] == "point" else f"{row['memory_bytes'] / 1e9:g} GB"
         )
+        beside = f", x{row['step_over_plain']:.2f} of plain" if "step_over_plain" in row else ""
         rows.say(
-            f"{args.kv_heads[0]} -> {row['kv_heads']} KV heads, {where}, context {row['context']}: "
-            f"x{row['speed_up']:.2f}, bytes predict x{row['predicted']:.2f} ({row['of_predicted']:.0%}); "
-            f"the original uses {row['original_share_of_bandwidth']:.0%} of the copy bandwidth"
+            f"{args.kv_heads[0]} -> {row['kv_heads']} KV heads of {row['head_dim']}, {where}, context "
+            f"{row['context']}: x{row['speed_up']:.2f}, bytes predict x{row['predicted']:.2f} "
+            f"({row['of_predicted']:.0%}){beside}; the original uses {row['original_share_of_bandwidth']:.0%} of the copy"
         )
 
 

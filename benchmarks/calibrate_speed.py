@@ -11,10 +11,12 @@ is cut off goes on when the same command is given again.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -88,20 +90,37 @@ def write_text(path: Path, tokens: int) -> None:
 
 
 class Watch:
-    """Peak memory of a process group: on the GPU by nvidia-smi, on the host the anonymous part."""
+    """Peak memory of a process and its descendants, GiB: on each GPU that they may use, and on the host.
+
+    `gpus` is what nvidia-smi shows, one for each; `host` the anonymous part, `shared` the shared one, `locked` what is
+    pinned, as far as the kernel counts it.
+    """
 
     def __init__(self, pid: int) -> None:
-        self.pid, self.gpu, self.host, self._ended = pid, 0.0, 0.0, threading.Event()
+        self.pid, self.gpus, self._ended = pid, list[float](), threading.Event()
+        self.host = self.shared = self.locked = 0.0
         self._thread = threading.Thread(target=self._look, daemon=True)
         self._thread.start()
 
+    @property
+    def gpu(self) -> float:
+        return max(self.gpus, default=0.0)
+
     def _look(self) -> None:
         query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+        if os.environ.get("CUDA_VISIBLE_DEVICES"):
+            query += ["-i", os.environ["CUDA_VISIBLE_DEVICES"]]
         while not self._ended.wait(0.5):
             if shutil.which(query[0]):
                 used = subprocess.run(query, capture_output=True, text=True, check=False).stdout.split()
-                self.gpu = max([self.gpu, *(float(x) / 1024 for x in used)])
-            self.host = max(self.host, sum(_anonymous(pid) for pid in _family(self.pid)) / 2**20)
+                now = [float(x) / 1024 for x in used if x.isdigit()]
+                self.gpus = [max(pair) for pair in zip(now, self.gpus or now, strict=True)]
+            family = _family(self.pid)
+            self.host = max(self.host, sum(_status(pid, "RssAnon") for pid in family) / 2**20)
+            self.shared = max(self.shared, sum(_status(pid, "RssShmem") for pid in family) / 2**20)
+            self.locked = max(
+                self.locked, sum(_status(p, "VmPin") + _status(p, "VmLck") for p in family) / 2**20
+            )
 
     def close(self) -> None:
         self._ended.set()
@@ -122,13 +141,20 @@ def _family(pid: int) -> list[int]:
     return found
 
 
-def _anonymous(pid: int) -> int:
-    """Anonymous resident memory of a process, KiB."""
+def _status(pid: int, field: str) -> int:
+    """A field of a process's memory, KiB."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
         return 0
-    return next((int(line.split()[1]) for line in lines if line.startswith("RssAnon")), 0)
+    return next((int(line.split()[1]) for line in lines if line.startswith(f"{field}:")), 0)
+
+
+def stop(process: subprocess.Popen[str]) -> None:
+    """End a process and those that it started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
 
 
 def convert(args: argparse.Namespace, source: Path, text: Path) -> dict[str, Any]:
@@ -142,14 +168,17 @@ def convert(args: argparse.Namespace, source: Path, text: Path) -> dict[str, Any
     began = time.monotonic()
     with (args.work / f"{args.name}.log").open("a") as log:
         process = subprocess.Popen(
-            [*launch, "mha2gqa", *words], stdout=subprocess.PIPE, stderr=log, text=True
+            [*launch, "mha2gqa", *words],
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            start_new_session=True,
         )
         watch = Watch(process.pid)
         try:
             printed, _ = process.communicate(timeout=args.seconds)
         except subprocess.TimeoutExpired:
-            process.kill()
-            process.communicate()
+            stop(process)
             return {}
         finally:
             watch.close()
@@ -164,8 +193,13 @@ def convert(args: argparse.Namespace, source: Path, text: Path) -> dict[str, Any
             stage: round(peak / 2**30, 2)
             for stage, peak in result["calibration"].get("peak_device_bytes", {}).items()
         },
+        "stage_seconds_by_rank": result["calibration"].get("seconds_by_rank", []),
         "gpu_gib": round(watch.gpu, 2),
+        "gpus_gib": [round(x, 2) for x in watch.gpus],
         "host_anonymous_gib": round(watch.host, 2),
+        "host_shared_gib": round(watch.shared, 2),
+        "host_locked_gib": round(watch.locked, 2),
+        "host_pinned_gib": round(result["calibration"].get("peak_pinned_bytes", 0) / 2**30, 2),
         "losses": result["calibration"]["losses"],
         "steps": [row.get("steps") for row in result["layers"]],
     }

@@ -1,11 +1,13 @@
 """Conversion against copying: seconds and memory, on a synthetic Llama-shaped bf16 checkpoint.
 
     python benchmarks/convert_speed.py --gigabytes 3.4 --work SCRATCH
+    python benchmarks/convert_speed.py --gigabytes 1 4 13.5 --ways cp convert --work SCRATCH --out convert_speed_sizes.json
 
 Three ways to get a folder of the converted size class onto the disk, alternating, from a source that is in
 the page cache for all of them, each timed to the end of a `sync`: `cp -r`, `mha2gqa convert --method mean`,
 and what people do by hand (load the model, change it, `save_pretrained`). Beside them what nothing that
-checks its result with the model's class can go below: importing that class.
+checks its result with the model's class can go below: importing that class. Of several sizes, the straight line through
+the medians of each way tells what it costs at the start and for every further gigabyte.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ config.num_key_value_heads = groups
 model.save_pretrained(out, max_shard_size=shard)
 """
 
+WAYS = ("cp", "convert", "by_hand", "imports")
 IMPORTS = "from transformers import LlamaForCausalLM"
 
 
@@ -137,6 +140,7 @@ def measure(source: Path, work: Path, args: argparse.Namespace) -> dict[str, lis
         "by_hand": [python, "-c", BY_HAND, str(source), str(out), groups, f"{shard_bytes // 10**6 + 1}MB"],
         "imports": [python, "-c", IMPORTS],
     }
+    ways = {name: ways[name] for name in args.ways}
     rounds: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
     for number in range(args.rounds):
         for name, command in ways.items():
@@ -151,12 +155,50 @@ def measure(source: Path, work: Path, args: argparse.Namespace) -> dict[str, lis
     return rounds
 
 
+def size_row(gigabytes: float, args: argparse.Namespace) -> dict[str, Any]:
+    """Everything measured on a checkpoint of one size."""
+    with tempfile.TemporaryDirectory(dir=args.work) as folder:
+        source = Path(folder) / "source"
+        checkpoint = write_checkpoint(source, gigabytes, args.shards, args.seed)
+        rounds = measure(source, Path(folder), args)
+    median = {name: statistics.median(run["seconds"] for run in runs) for name, runs in rounds.items()}
+    row = {
+        "load_average": [round(value, 2) for value in os.getloadavg()],
+        "checkpoint": checkpoint,
+        "groups": args.groups,
+        "median_seconds": median,
+        "convert_over_cp": round(median["convert"] / median["cp"], 3),
+    }
+    if "by_hand" in median:
+        row["by_hand_over_convert"] = round(median["by_hand"] / median["convert"], 3)
+    return row | {
+        "peak_anonymous_mib": {
+            name: max(run["peak_anonymous_mib"] for run in runs) for name, runs in rounds.items()
+        },
+        "rounds": rounds,
+    }
+
+
+def lines(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Straight lines through the medians: seconds at the start, and for each further 10^9 bytes."""
+    found: dict[str, dict[str, float]] = {}
+    sizes = np.array([row["checkpoint"]["bytes"] / 1e9 for row in rows])
+    for name in ("cp", "convert"):
+        slope, start = np.polyfit(sizes, [row["median_seconds"][name] for row in rows], 1)
+        found[name] = {"start_seconds": round(float(start), 3), "seconds_per_gb": round(float(slope), 4)}
+    ratio = found["convert"]["seconds_per_gb"] / found["cp"]["seconds_per_gb"]
+    return found | {"convert_over_cp": {"per_gb": round(ratio, 3)}}
+
+
 def main() -> None:
-    """Write the checkpoint, measure, summarise."""
+    """Write each checkpoint, measure, summarise."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--gigabytes", type=float, default=3.4, help="size of the source, 10^9 bytes")
+    parser.add_argument(
+        "--gigabytes", type=float, nargs="+", default=[3.4], help="sizes of the source, 10^9 bytes"
+    )
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--shards", type=int, default=3)
     parser.add_argument("--groups", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=5)
@@ -166,30 +208,19 @@ def main() -> None:
     args = parser.parse_args()
     if args.work:
         args.work.mkdir(parents=True, exist_ok=True)
-    before = os.getloadavg()
-    with tempfile.TemporaryDirectory(dir=args.work) as folder:
-        source = Path(folder) / "source"
-        checkpoint = write_checkpoint(source, args.gigabytes, args.shards, args.seed)
-        rounds = measure(source, Path(folder), args)
-    median = {name: statistics.median(run["seconds"] for run in runs) for name, runs in rounds.items()}
-    record = {
-        "schema_version": 1,
-        "command": "benchmarks/convert_speed.py",
-        **provenance(seed=args.seed),
-        "load_average_before": [round(value, 2) for value in before],  # that of others
-        "load_average": [round(value, 2) for value in os.getloadavg()],
-        "checkpoint": checkpoint,
-        "groups": args.groups,
-        "median_seconds": median,
-        "convert_over_cp": round(median["convert"] / median["cp"], 3),
-        "by_hand_over_convert": round(median["by_hand"] / median["convert"], 3),
-        "peak_anonymous_mib": {
-            name: max(run["peak_anonymous_mib"] for run in runs) for name, runs in rounds.items()
-        },
-        "rounds": rounds,
-    }
-    write_json(args.out, record)
-    print(json.dumps({k: v for k, v in record.items() if k != "rounds"}, indent=1))
+    head = {"schema_version": 1, "command": "benchmarks/convert_speed.py", **provenance(seed=args.seed)}
+    head["load_average_before"] = [round(value, 2) for value in os.getloadavg()]  # that of others
+    rows: list[dict[str, Any]] = []
+    for gigabytes in args.gigabytes:
+        rows.append(size_row(gigabytes, args))
+        record = head | (
+            rows[0]
+            if len(args.gigabytes) == 1
+            else {"sizes": rows, "lines": lines(rows) if len(rows) > 1 else {}}
+        )
+        write_json(args.out, record)
+    record = {k: v for k, v in record.items() if k not in ("rounds", "sizes")}
+    print(json.dumps(record, indent=1))
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ def kill_after(layer: int) -> None:
     def killing(self: WorkDir, number: int, *args: Any) -> None:
         put(self, number, *args)
         if number == layer:
+            self.wait()  # a layer is finished when it is on disk
             os.kill(os.getpid(), signal.SIGKILL)
 
     WorkDir.put = killing  # type: ignore[method-assign]

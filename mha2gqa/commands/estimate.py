@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from ..architectures import AttentionSpec, Geometry, find_spec, valid_groups
 from ..architectures.wide import stored_heads
-from ..checkpoints.hf_config import is_encoder_decoder, longest_context, text_config
+from ..checkpoints.hf_config import is_encoder_decoder, longest_context
 from ..checkpoints.side_files import find_side_files
 from ..config import PlanConfig
 from ..config.given import require_path
@@ -32,15 +32,10 @@ from ..verification.preflight import check_early, demand, settled, unchecked
 from .calibration_price import calibration_price
 from .describe import Description, describe
 from .estimate_wide import Form, wide_figures, wide_parallel_warnings
+from .training_price import training_price
 
-# Bytes for each trained parameter: float32 weight and gradient, two AdamW moments.
-TRAINED_BYTES, FROZEN_BYTES = 16, 2
-# NF4 with double quantisation: 4 bits, and 8 bits + 32/256 bits of scales for 64 weights (arXiv:2305.14314).
-QUANTISED_BYTES = (4 + (8 + 32 / 256) / 64) / 8
 DISK_BYTES_PER_SECOND = 500e6  # a plain SSD; stated beside the estimate
-LORA_RANK = 16
 SPAN_CORRUPTED = ("t5", "mt5", "umt5")  # pretrained so: their tokenizers have the sentinels
-DEVICES, SHARDED = (1, 2, 4, 8), ("all", "attention")  # adapters do not train under FSDP
 H100_BANDWIDTH = 3.35e12  # bytes/s of an H100 SXM, NVIDIA's data sheet
 
 
@@ -68,7 +63,7 @@ class PlanResult(Result):
         decode: KV bytes and the tokens/s that memory bandwidth allows, at `batch` × `context`.
         conversion: `disk_bytes`, `memory_bytes`, `seconds` (estimates).
         calibration: What calibrating and fitting comes to, see `calibration_price`; empty where nothing changes.
-        memory: Device bytes of weights, gradients and optimizer for each parameter set of `uptrain`.
+        memory: What each parameter set of `uptrain` comes to, see `training_price`.
         exact: False where shapes come from the config and not from the files.
         warnings: What to know before converting.
         recommended: A command to copy.
@@ -114,6 +109,7 @@ def plan(
     gpu_memory: float = 80e9,
     gpus: int = 1,
     calibration_tokens: int = PlanConfig.calibration_tokens,
+    uptrain_tokens: int = PlanConfig.uptrain_tokens,
     bandwidth: float = H100_BANDWIDTH,
     revision: str | None = None,
     drop_extra: Sequence[str] = (),
@@ -131,6 +127,7 @@ def plan(
         gpu_memory: Bytes of one device.
         gpus: Devices that share calibration.
         calibration_tokens: Tokens of calibration text.
+        uptrain_tokens: Budget of uptraining.
         bandwidth: Its memory bandwidth, bytes/s.
         revision: On the Hub.
         drop_extra: As `convert` has it: names or globs of tensors to leave out.
@@ -180,7 +177,7 @@ def plan(
         decode=_decode(now, then, batch, context, bandwidth, gpu_memory),
         conversion=_conversion(model, then["bytes"]),
         calibration=price,
-        memory=training_memory(model, chosen, gpu_memory),
+        memory=training_price(model, chosen, gpu_memory=gpu_memory, tokens=uptrain_tokens),
         exact=model.exact,
         warnings=[
             *(model.found.notes if model.found else ()),
@@ -383,47 +380,3 @@ def _too_large(price: Mapping[str, Any], gpu_memory: float) -> list[str]:
         f"fitting a layer needs about {need / 1e9:.0f} GB of the {gpu_memory / 1e9:.0f} GB of a device: give a smaller "
         f"--fit batch_tokens, or more processes; {other}"
     ]
-
-
-def training_memory(model: Description, decided: Plan, gpu_memory: float) -> dict[str, Any]:
-    """Device bytes of weights, gradients and AdamW state, for each parameter set, with a bf16 teacher.
-
-    Activations come on top. `fits` is the smallest number of equal devices among 1, 2, 4, 8 that hold
-    the state when it is sharded (FSDP; adapters are not), leaving a quarter for activations; 0 where 8 are
-    too few.
-    """
-    shapes = result_shapes(decided, dict(model.shapes))
-    count = {name: math.prod(shape) for name, shape in shapes.items()}
-    total = sum(count.values())
-    attention = kv = lora = 0
-    whole: set[str] = set()  # what no parameter set leaves frozen
-    for module in decided.modules:
-        for role, name in module.names.items():
-            if name not in count:
-                continue
-            attention += count[name]
-            if role.startswith(("k.", "v.", "qkv.")):
-                kv += count[name]
-                whole.add(name)
-            elif role.endswith(".weight") and len(shapes[name]) == 2:
-                lora += LORA_RANK * sum(shapes[name])
-    teacher = FROZEN_BYTES * sum(math.prod(shape) for shape in model.shapes.values())
-    vocabulary = text_config(model.config).get("vocab_size")
-    linear = {name for name, shape in shapes.items() if len(shape) == 2 and vocabulary not in shape}
-    saved = round((FROZEN_BYTES - QUANTISED_BYTES) * sum(count[name] for name in linear - whole))
-    trained = {"all": total, "attention": attention, "lora": kv + lora, "qlora": kv + lora}
-    sets: dict[str, dict[str, Any]] = {}
-    for name, number in trained.items():
-        state = TRAINED_BYTES * number + (FROZEN_BYTES * (total - number) if name != "all" else 0)
-        state -= saved if name == "qlora" else 0
-        need = state + teacher
-        devices = DEVICES if name in SHARDED else DEVICES[:1]
-        fits = next((n for n in devices if need / n <= 0.75 * gpu_memory), 0)
-        sets[name] = {
-            "trained_parameters": number,
-            "bytes": need,
-            "without_teacher": state,
-            "gpus": fits,
-            "most_gpus": devices[-1],
-        }
-    return {"gpu_memory": gpu_memory, "teacher_bytes": teacher, "sets": sets}

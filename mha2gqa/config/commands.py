@@ -84,6 +84,14 @@ class PlanConfig(Config):
         where=(CLI,),
         range=">= 1",
     )
+    uptrain_tokens: int = option(
+        1_000_000_000,
+        "Budget of uptraining, for its price.",
+        ADVANCED,
+        metavar="TOKENS",
+        where=(CLI,),
+        range=">= 1",
+    )
     bandwidth: Bytes = option(
         3_350_000_000_000,
         "Memory bandwidth of one device, bytes per second.",

@@ -27,3 +27,9 @@ class Clock:
             torch.cuda.synchronize(self.device)
             self.peak[stage] = max(self.peak.get(stage, 0), torch.cuda.max_memory_allocated(self.device))
         self.seconds[stage] = round(self.seconds.get(stage, 0.0) + time.monotonic() - began, 2)
+
+    def pinned(self) -> int:
+        """Peak bytes of page-locked host memory so far; 0 where torch does not count them."""
+        if self.device is None or not hasattr(torch.cuda, "host_memory_stats"):
+            return 0
+        return int(torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0))

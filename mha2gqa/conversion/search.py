@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import heads
+from .. import distributed, heads
 from ..calibration import Statistics
 from ..checkpoints.loading import resolve_device
 from ..merging.grouping import evaluations, read_groupings, search
@@ -107,12 +107,20 @@ def _free(plan: Plan, module: ModulePlan) -> bool:
 def _threads() -> Iterator[tuple[ThreadPoolExecutor, int]]:
     """One thread per core, and how many: a small eigenproblem does not gain from several."""
     own = torch.get_num_threads()
-    workers = max(1, min(own, os.cpu_count() or 1))
+    workers = max(1, min(_allowed(own), os.cpu_count() or 1))
+    torch.set_num_threads(workers)
     try:
         with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
             yield pool, workers
     finally:
         torch.set_num_threads(own)
+
+
+def _allowed(own: int) -> int:
+    """Threads that a search may take: rank 0 searches while others wait, and launchers leave one to each process."""
+    if own == 1 and distributed.world_size() > 1 and hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return own
 
 
 def _objective(

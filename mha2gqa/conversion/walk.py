@@ -121,6 +121,8 @@ class Walk:
                 except torch.OutOfMemoryError as error:
                     raise self._too_large(block) from error
                 shown.advance(max(number + 1, done), self._note())
+            if self.work is not None:
+                self.work.wait()
             with self.clock("losses"):
                 losses = self._losses()
         return self._result(losses)
@@ -174,16 +176,18 @@ class Walk:
 
     def _visit(self, number: int, block: str) -> None:
         """Do one block, or take what an earlier run has made of it, and move on."""
-        self.layers.load(block)
-        if number + 1 < len(self.blocks):
-            self.layers.prefetch(self.blocks[number + 1])
+        with self.clock("loading"):
+            self.layers.load(block)
+            if number + 1 < len(self.blocks):
+                self.layers.prefetch(self.blocks[number + 1])
         if self.work is not None and number < self.work.count():
             self._restore(block, self.work.get(number))
         else:
             changed = self._make(block)
-            if self.work is not None and distributed.is_rank_zero():
-                self.work.put(number, self._finished(block, changed))
-            distributed.barrier()
+            with self.clock("saving"):
+                if self.work is not None and distributed.is_rank_zero():
+                    self.work.put(number, self._finished(block, changed))
+                distributed.barrier()
         if number + 1 < len(self.blocks):
             if self.fitter is not None:
                 self.fitter.leave()
@@ -199,13 +203,15 @@ class Walk:
                 self._group(self._modules(block))
             changed = self._merge(block)
             if self.kept is not None:
-                self.kept.advance("original", "merged")
+                with self.clock("validation"):
+                    self.kept.advance("original", "merged")
         else:
             changed = []
         if self.fitter is not None:
             self._fit(block)
             if self.kept is not None:
-                self.kept.advance("fitted")
+                with self.clock("validation"):
+                    self.kept.advance("fitted")
         return changed
 
     # --- what is measured --------------------------------------------------------------------------------
@@ -267,11 +273,13 @@ class Walk:
     # --- what is merged ----------------------------------------------------------------------------------
 
     def _group(self, modules: tuple[ModulePlan, ...] | list[ModulePlan]) -> None:
-        """Search which heads of these modules share."""
+        """Search which heads of these modules share: on rank 0, which takes the cores of all."""
         with self.clock("grouping"):
-            read = partial(self.weights.read_anywhere, at=self.original.at)
-            plan, fields = grouped(self.plan, read, self._moments(), self.options, modules)
-            chosen = self.ranks.agree({m.path: m.grouping for m in plan.modules})
+            plan, fields = self.plan, {}
+            if self.ranks.rank == 0:
+                read = partial(self.weights.read_anywhere, at=self.original.at)
+                plan, fields = grouped(plan, read, self._moments(), self.options, modules)
+            chosen, fields = self.ranks.agree(({m.path: m.grouping for m in plan.modules}, fields))
             self.plan = plan.regrouped(chosen)
             for path, gained in fields.items():
                 self.reports[path] = dict(gained)
@@ -431,5 +439,8 @@ class Walk:
         if self.kept is not None:
             warnings += context_warnings("the original", self.kept.positions.curve())
         about["seconds"] = self.clock.seconds
+        if self.ranks.count > 1:
+            about["seconds_by_rank"] = self.ranks.gather(self.clock.seconds)
         about |= {"peak_device_bytes": self.clock.peak} if self.clock.peak else {}
+        about |= {"peak_pinned_bytes": pinned} if (pinned := self.clock.pinned()) else {}
         return Converted(self.student.eval(), self.plan, self.reports, about, warnings)

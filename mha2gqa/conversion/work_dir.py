@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,8 @@ class WorkDir:
     def __init__(self, out: Path) -> None:
         self.root = out.with_name(out.name + ".convert")
         self._lock = FileLock(self.root / "lock")
+        self._writer = ThreadPoolExecutor(1)
+        self._writing: Future[None] | None = None
 
     def open(self, keys: Mapping[str, Any], *, restart: bool = False) -> int:
         """Make the folder, or accept it as that of the same conversion.
@@ -116,19 +119,27 @@ class WorkDir:
         return self.root / f"block-{number:04}.safetensors"
 
     def put(self, number: int, block: FinishedBlock) -> None:
-        """Keep a finished block; called on rank 0.
+        """Keep a finished block; called on rank 0. It is written while the next one is made.
 
         Raises:
-            CheckpointError: The disk is full, or does not take it for another reason.
+            CheckpointError: The disk is full, or does not take the block before for another reason.
         """
-        from safetensors import SafetensorError
-
+        self.wait()
         tensors = dict(block.tensors) | {f"{MOMENTS}{name}": x for name, x in block.moments.items()}
         metadata = {"mha2gqa": json.dumps({"modules": block.modules, "info": block.info})}
+        merged = {} if block.merged is None else {"merged": _copy(block.merged)}
+        copies = {name: _copy(x) for name, x in tensors.items()}
+        self._writing = self._writer.submit(self._write, number, copies, metadata, merged)
+
+    def _write(
+        self, number: int, tensors: dict[str, Tensor], metadata: dict[str, str], merged: dict[str, Tensor]
+    ) -> None:
+        from safetensors import SafetensorError
+
         path = self._file(number)
         try:
-            if block.merged is not None:
-                _save(self._merged(number), {"merged": block.merged}, None)
+            if merged:
+                _save(self._merged(number), merged, None)
             _save(path, tensors, metadata)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(
@@ -137,6 +148,16 @@ class WorkDir:
                 fix="free disk space and run the same command again",
             ) from error
         self._merged(number - 1).unlink(missing_ok=True)  # needed after the last finished block alone
+
+    def wait(self) -> None:
+        """Until the last finished block is on disk.
+
+        Raises:
+            CheckpointError: It cannot be saved.
+        """
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
 
     def _merged(self, number: int) -> Path:
         return self.root / f"merged-{number:04}.safetensors"
@@ -170,6 +191,7 @@ class WorkDir:
 
     def close(self) -> None:
         """Let other processes in; what is finished stays."""
+        self._writer.shutdown()
         self._lock.release()
 
     def remove(self) -> None:
@@ -179,11 +201,16 @@ class WorkDir:
             shutil.rmtree(self.root, ignore_errors=True)
 
 
-def _save(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None) -> None:
+def _copy(x: Tensor) -> Tensor:
+    """A tensor on the processor that nobody else writes to."""
+    return x.detach().to("cpu", copy=True).contiguous()
+
+
+def _save(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None) -> None:
     from safetensors.torch import save_file
 
     with replacing(path) as partial:
-        save_file({name: x.detach().cpu().contiguous() for name, x in tensors.items()}, partial, metadata)
+        save_file(tensors, partial, metadata)
 
 
 def _flat(keys: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -12,13 +12,16 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+T = TypeVar("T")
+R = TypeVar("R")
 Group = Sequence[int]
 SWEEPS = 30  # of Procrustes rotations, at most
 SMALL = 256  # up to this width a processor solves eigenproblems faster than a GPU
@@ -65,6 +68,18 @@ def costs_only(objective: SubspaceObjective) -> SubspaceObjective:
             kept = name in ("gram", "weights", "rotatable")
             object.__setattr__(light, name, x.cpu() if kept else x.new_empty(0))
     return light
+
+
+def on_threads(call: Callable[[T], R], items: Iterable[T]) -> list[R]:
+    """What `call` makes of every item, in order: on as many threads as torch has here, each with one of its own."""
+    own = torch.get_num_threads()
+    if own == 1:
+        return list(map(call, items))
+    try:
+        with ThreadPoolExecutor(own, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            return list(pool.map(call, items))
+    finally:
+        torch.set_num_threads(own)
 
 
 def select(gram: Tensor, group: Group) -> Tensor:
@@ -129,13 +144,17 @@ class LinearObjective:
         return float(torch.einsum("hrhr->", self.gram))
 
     def pairs(self) -> Tensor:
-        heads, width = self.gram.shape[:2]
+        heads = len(self.gram)
         out = self.gram.new_zeros(heads, heads)
-        for h in range(heads - 1):
-            others = torch.arange(h + 1, heads, device=out.device)
-            stack = torch.stack([_block(self.gram, (h, int(g))) for g in others])
-            out[h, h + 1 :] = torch.linalg.eigvalsh(stack)[:, :width].clamp_min(0).sum(1)
+        for h, costs in enumerate(on_threads(self._costs_with_later, range(heads - 1))):
+            out[h, h + 1 :] = costs
         return out + out.T
+
+    def _costs_with_later(self, h: int) -> Tensor:
+        """Costs of sharing with each head after `h`."""
+        heads, width = self.gram.shape[:2]
+        stack = torch.stack([_block(self.gram, (h, g)) for g in range(h + 1, heads)])
+        return torch.linalg.eigvalsh(stack)[:, :width].clamp_min(0).sum(1)
 
     def cost(self, group: Group) -> float:
         spectrum = torch.linalg.eigvalsh(_block(self.gram, group))

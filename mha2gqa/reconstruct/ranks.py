@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -46,6 +46,14 @@ class Ranks:
         box = [value]
         torch.distributed.broadcast_object_list(box, src=0)
         return box[0]
+
+    def gather(self, value: T) -> list[T]:
+        """What every rank has of a small picklable value, in their order."""
+        if self.count == 1:
+            return [value]
+        found: list[Any] = [None] * self.count
+        torch.distributed.all_gather_object(found, value)
+        return found
 
     def copy_first(self, tensors: Iterable[Tensor]) -> None:
         """Overwrite tensors with those of rank 0, so that rounding cannot let the ranks drift apart."""

@@ -22,6 +22,7 @@ from .content import (
 )
 from .layers import layers_table
 from .numbers import box_size, fixed, human_bytes, human_count, significant
+from .training import memory_table, price_table, training_sentences
 
 Data = Mapping[str, Any]
 
@@ -79,7 +80,12 @@ def _plan(data: Data) -> Iterable[Block]:
     yield from _calibration_lines(data.get("calibration") or {})
     yield BLANK
     yield Line("Uptraining: weights, gradients, AdamW state and a bf16 teacher (activations come on top):")
-    yield _memory_table(data["memory"])
+    yield memory_table(data["memory"])
+    yield BLANK
+    head, *rest = training_sentences(data["memory"])
+    yield Line(head)
+    yield price_table(data["memory"])
+    yield from map(Line, rest)
     if not data["exact"]:
         yield from (BLANK, Line("No weights were found: sizes come from the config."))
     yield from _warnings(data)
@@ -162,22 +168,6 @@ def _options_table(data: Data) -> Table:
         for o in data["options"]
     ]
     return Table(columns, rows)
-
-
-def _memory_table(memory: Data) -> Table:
-    columns: list[Column] = [("--train", "<"), ("trained", ">"), ("memory", ">"), ("no teacher", ">")]
-    size = box_size(memory["gpu_memory"])
-    rows = [
-        [
-            name,
-            human_count(found["trained_parameters"]),
-            human_bytes(found["bytes"]),
-            human_bytes(found["without_teacher"]),
-            f"{found['gpus'] or 'more than ' + str(found['most_gpus'])} x {size}",
-        ]
-        for name, found in memory["sets"].items()
-    ]
-    return Table([*columns, ("fits", "<")], rows)
 
 
 def _change(pair: Data, form: Callable[[Any], str] = human_bytes) -> str:

@@ -1,0 +1,231 @@
+"""What uptraining costs: device memory, tokens per second and hours, from shapes and measured constants.
+
+The constants come from `benchmarks/results/uptrain_throughput.json` (1B, every parameter, 1 to 4 cards) and
+`uptrain_large.json` (7B); a test holds the estimates within a factor of 1.5 of every row there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..checkpoints.hf_config import text_config
+from ..conversion.plan import Plan
+from ..conversion.result_tensors import result_shapes
+from .describe import Description
+
+# Bytes for each trained parameter: float32 weight and gradient, two AdamW moments in 32 or in 8 bits.
+OPTIMISERS = {"adamw_torch_fused": 16.0, "adamw_torch_8bit": 10.1}
+FROZEN_BYTES = 2
+AUTOCAST_BYTES = 2  # bfloat16 copies of trained weights, for one forward and backward pass
+# NF4 with double quantisation: 4 bits, and 8 bits + 32/256 bits of scales for 64 weights (arXiv:2305.14314).
+QUANTISED_BYTES = (4 + (8 + 32 / 256) / 64) / 8
+LORA_RANK = 16
+DEVICES, SHARDED = (1, 2, 4, 8), ("all", "attention")  # adapters do not train under FSDP
+CARDS = (1, 2)  # that prices are told for
+WINDOW = 2048
+BLOCKS = (8, 4, 2, 1)  # of a forward pass of one process: the most that fit are taken
+# What a token keeps in each layer for the backward pass, as multiples of the widths D and F.
+HIDDEN_BYTES, FEED_BYTES = 15, 7
+LOGIT_BYTES = 1.5e9  # of a chunk of logits, its gradient and CUDA's context
+TRAIN_FLOPS = 5.5e14  # sustained by an H100 or H200 in bfloat16, operations per second
+CARDS_SHARE = 0.94  # of a further card that is used
+TOKENS = 10**9
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What the figures are made of.
+
+    Args:
+        total, teacher: Parameters of the student and of the teacher.
+        multiplied, teacher_multiplied: Of those, what multiplies: all but an input embedding that is only looked up.
+        trained: Of each parameter set.
+        quantised: Of the student, what qlora keeps in 4 bits.
+        layers, hidden, feed: Layers, width D, and width F of the widest weight.
+        attention_flops: Of a token's attention over a window, in one forward pass.
+    """
+
+    total: int
+    teacher: int
+    multiplied: int
+    teacher_multiplied: int
+    trained: Mapping[str, int]
+    quantised: int
+    layers: int
+    hidden: int
+    feed: int
+    attention_flops: float
+
+    def state(self, train: str, optimiser: str = "adamw_torch_fused") -> float:
+        """Bytes of weights, gradients and optimiser of a parameter set."""
+        number = self.trained[train]
+        frozen = FROZEN_BYTES * (self.total - number) if train != "all" else 0
+        saved = (FROZEN_BYTES - QUANTISED_BYTES) * self.quantised if train == "qlora" else 0
+        return OPTIMISERS[optimiser] * number + frozen - round(saved)
+
+    def flops(self, train: str) -> float:
+        """Of one token: the student forward and backward (no gradients of frozen weights), the teacher forward."""
+        forward = 2 * self.multiplied + self.attention_flops
+        frozen = max(0, self.multiplied - self.trained[train])
+        return 3 * forward - 2 * frozen + 2 * self.teacher_multiplied + self.attention_flops
+
+    @property
+    def token_bytes(self) -> float:
+        """What a token of a forward pass keeps for the backward pass."""
+        return self.layers * (HIDDEN_BYTES * self.hidden + FEED_BYTES * self.feed)
+
+
+def training_price(
+    model: Description, decided: Plan, *, gpu_memory: float, tokens: int = TOKENS, window: int = WINDOW
+) -> dict[str, Any]:
+    """Memory, speed and hours of `uptrain` for each parameter set, with a bf16 teacher.
+
+    Args:
+        model: The original.
+        decided: Its conversion.
+        gpu_memory: Bytes of one device.
+        tokens: Budget that hours are told for.
+        window: Tokens of a block.
+
+    Returns:
+        `gpu_memory`, `tokens`, `window`, `teacher_bytes`, and `sets`: of each `trained_parameters`, `bytes` of weights,
+        gradients, optimiser and teacher, `without_teacher`, `gpus` (the smallest number of equal devices among 1, 2, 4,
+        8 that hold them and one block; 0 where 8 are too few), `most_gpus`, and `prices`: for each `optim` and number
+        of `gpus` the `blocks` of a forward pass that fit, `device_bytes` with them, `tokens_per_second` and `hours`.
+
+    Example:
+        >>> training_price(model, decided, gpu_memory=80e9)["sets"]["lora"]["gpus"]  # doctest: +SKIP
+        1
+    """
+    sizes = sizes_of(model, decided, window)
+    teacher = FROZEN_BYTES * sizes.teacher
+    sets: dict[str, dict[str, Any]] = {}
+    for train, number in sizes.trained.items():
+        devices = DEVICES if train in SHARDED else DEVICES[:1]
+        one = [device_bytes(sizes, train, n, window) for n in devices]
+        sets[train] = {
+            "trained_parameters": number,
+            "bytes": round(sizes.state(train) + teacher),
+            "without_teacher": round(sizes.state(train)),
+            "gpus": next((n for n, need in zip(devices, one, strict=True) if need <= gpu_memory), 0),
+            "most_gpus": devices[-1],
+            "prices": [
+                price(sizes, train, optimiser, n, gpu_memory, tokens, window)
+                for optimiser in OPTIMISERS
+                for n in CARDS
+                if n in devices
+            ],
+        }
+    found = {"gpu_memory": gpu_memory, "tokens": tokens, "window": window, "teacher_bytes": teacher}
+    return found | {"sets": sets}
+
+
+def price(
+    sizes: Sizes, train: str, optimiser: str, gpus: int, gpu_memory: float, tokens: int, window: int
+) -> dict[str, Any]:
+    """One way to train: blocks of a pass, memory, speed, hours; `blocks` 0 where not one fits."""
+    need = {n: device_bytes(sizes, train, gpus, n * window, optimiser) for n in BLOCKS}
+    blocks = next((n for n in BLOCKS if need[n] <= gpu_memory), 0)
+    speed = tokens_per_second(sizes, train, gpus)
+    return {
+        "optim": optimiser,
+        "gpus": gpus,
+        "blocks": blocks,
+        "device_bytes": round(need[blocks or 1]),
+        "tokens_per_second": round(speed, 1) if blocks else None,
+        "hours": round(tokens / speed / 3600, 2) if blocks else None,
+    }
+
+
+def device_bytes(
+    sizes: Sizes,
+    train: str,
+    gpus: int,
+    micro_tokens: int,
+    optimiser: str = "adamw_torch_fused",
+    teacher: bool = True,
+) -> float:
+    """Of one device: its share of the student's state (FSDP), the whole teacher, and a forward pass.
+
+    Args:
+        sizes: Of both models.
+        train: The parameter set.
+        gpus: That share the student's state.
+        micro_tokens: Tokens of a forward pass of one process.
+        optimiser: A key of `OPTIMISERS`.
+        teacher: Whether there is one.
+    """
+    copies = AUTOCAST_BYTES * sizes.trained[train] if gpus == 1 else 0
+    whole = FROZEN_BYTES * sizes.teacher if teacher else 0
+    share = sizes.state(train, optimiser) / gpus
+    return share + copies + whole + sizes.token_bytes * micro_tokens + LOGIT_BYTES
+
+
+def tokens_per_second(sizes: Sizes, train: str, gpus: int = 1, teacher: bool = True) -> float:
+    """Of a long run on cards like an H100."""
+    flops = sizes.flops(train)
+    if not teacher:
+        flops -= 2 * sizes.teacher_multiplied + sizes.attention_flops
+    return TRAIN_FLOPS * (1 + (gpus - 1) * CARDS_SHARE) / flops
+
+
+def sizes_of(model: Description, decided: Plan, window: int = WINDOW) -> Sizes:
+    """Sizes of a model and of its conversion.
+
+    Args:
+        model: The original.
+        decided: Its conversion.
+        window: Tokens that a token's attention is over.
+    """
+    shapes = result_shapes(decided, dict(model.shapes))
+    config = text_config(model.config)
+    vocabulary = config.get("vocab_size")
+    trained, quantised = _parameter_sets(decided, shapes, vocabulary)
+    inside = [s for name, s in shapes.items() if len(s) == 2 and vocabulary not in s]
+    hidden = int(config.get("hidden_size") or config.get("d_model") or config.get("n_embd") or 0)
+    blocks = {path.rsplit(".", 1)[0] for path in (m.path for m in decided.modules)}
+    width = sum(m.geometry.num_heads * m.geometry.head_dim for m in decided.modules)
+    return Sizes(
+        total=sum(map(math.prod, shapes.values())),
+        teacher=sum(map(math.prod, model.shapes.values())),
+        multiplied=_multiplied(shapes, vocabulary),
+        teacher_multiplied=_multiplied(model.shapes, vocabulary),
+        trained=trained,
+        quantised=quantised,
+        layers=len(blocks),
+        hidden=hidden or max((min(s) for s in inside), default=0),
+        feed=max((max(s) for s in inside), default=0),
+        attention_flops=4.0 * width * window,
+    )
+
+
+def _parameter_sets(
+    decided: Plan, shapes: Mapping[str, Sequence[int]], vocabulary: int | None
+) -> tuple[dict[str, int], int]:
+    """Trained parameters of each set, and what qlora quantises."""
+    count = {name: math.prod(shape) for name, shape in shapes.items()}
+    attention = kv = lora = 0
+    whole: set[str] = set()  # what no parameter set leaves frozen
+    for module in decided.modules:
+        for role, name in module.names.items():
+            if name not in count:
+                continue
+            attention += count[name]
+            if role.startswith(("k.", "v.", "qkv.")):
+                kv += count[name]
+                whole.add(name)
+            elif role.endswith(".weight") and len(shapes[name]) == 2:
+                lora += LORA_RANK * sum(shapes[name])
+    linear = {name for name, shape in shapes.items() if len(shape) == 2 and vocabulary not in shape}
+    trained = {"all": sum(count.values()), "attention": attention, "lora": kv + lora, "qlora": kv + lora}
+    return trained, sum(count[name] for name in linear - whole)
+
+
+def _multiplied(shapes: Mapping[str, Sequence[int]], vocabulary: int | None) -> int:
+    """Parameters that multiply: an untied input embedding is only looked up."""
+    tables = [math.prod(shape) for shape in shapes.values() if len(shape) == 2 and vocabulary in shape]
+    total = sum(map(math.prod, shapes.values()))
+    return total - (max(tables) if len(tables) > 1 else 0)

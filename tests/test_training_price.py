@@ -1,0 +1,99 @@
+"""What `plan` says uptraining costs, against what was measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mha2gqa.commands.describe import describe
+from mha2gqa.commands.estimate import plan
+from mha2gqa.commands.training_price import Sizes, device_bytes, sizes_of, tokens_per_second
+from mha2gqa.conversion.plan import plan_conversion
+from mha2gqa.report.training import price_table
+
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+SHAPES = {"1b": (2048, 5632, 16, 22), "7b": (4096, 11008, 32, 32)}  # as the benchmarks make them
+SMALL = [
+    row
+    for row in json.loads((RESULTS / "uptrain_throughput.json").read_text())["rows"]
+    if row["contender"] == "ours" and row["parallel"] != "ddp"
+]
+LARGE_FILE = RESULTS / "uptrain_large.json"
+LARGE = json.loads(LARGE_FILE.read_text())["rows"] if LARGE_FILE.exists() else []
+
+
+def config_of(folder: Path, shape: str) -> Path:
+    """The config of a Llama of a shape, without weights."""
+    hidden, feed, heads, layers = SHAPES[shape]
+    config = {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": hidden,
+        "intermediate_size": feed, "num_attention_heads": heads, "num_key_value_heads": heads,
+        "num_hidden_layers": layers, "vocab_size": 32000, "dtype": "bfloat16", "tie_word_embeddings": False,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def sizes(folder: Path, shape: str, groups: int, window: int) -> Sizes:
+    model = describe(config_of(folder, shape))
+    return sizes_of(model, plan_conversion(model.config, model.shapes, groups), window)
+
+
+@pytest.mark.parametrize("row", SMALL, ids=lambda row: f"{row['objective']}-{row['gpus']}")
+def test_training_of_a_billion_costs_what_was_measured_within_half(row: dict[str, Any], tmp_path: Path) -> None:
+    found, teacher = sizes(tmp_path, row["shape"], row["groups"], row["window"]), row["objective"] == "kd"
+    assert found.total == row["parameters"]
+    need = device_bytes(found, "all", row["gpus"], row["micro_batch"] * row["window"], teacher=teacher)
+    speed = tokens_per_second(found, "all", row["gpus"], teacher)
+    for said, measured in ((need / 2**30, row["memory_gib"]), (speed, row["tokens_per_second"])):
+        assert measured / 1.5 <= said <= measured * 1.5
+
+
+@pytest.mark.parametrize("row", LARGE, ids=lambda row: row["name"])
+def test_training_of_7b_with_its_teacher_costs_what_was_measured_within_half(
+    row: dict[str, Any], tmp_path: Path
+) -> None:
+    found = sizes(tmp_path, row["shape"], row["groups"], row["window"])
+    optim = next((x.removeprefix("optim=") for x in row["options"] if x.startswith("optim=")), None)
+    blocks = int(next(x for x in row["options"] if x.startswith("per_device_")).partition("=")[2])
+    need = device_bytes(
+        found, row["train"], row["processes"], blocks * row["window"], optim or "adamw_torch_fused"
+    )
+    speed = tokens_per_second(found, row["train"], row["processes"])
+    for said, measured in ((need / 2**30, row["gpu_gib"]), (speed, row["tokens_per_second"])):
+        assert measured / 1.5 <= said <= measured * 1.5
+
+
+def test_less_is_trained_or_kept_the_less_it_costs(tmp_path: Path) -> None:
+    found = plan(config_of(tmp_path, "7b"), groups=8, uptrain_tokens=10**8).memory
+    by_name = {
+        (name, price["optim"], price["gpus"]): price
+        for name, row in found["sets"].items()
+        for price in row["prices"]
+    }
+    one = {name: by_name[(name, "adamw_torch_fused", 1)] for name in found["sets"]}
+    assert one["all"]["blocks"] == 0 and one["all"]["hours"] is None
+    assert one["attention"]["blocks"] and one["lora"]["blocks"] >= one["attention"]["blocks"]
+    assert one["lora"]["hours"] <= one["attention"]["hours"]
+    two = by_name[("attention", "adamw_torch_fused", 2)]
+    assert 1.5 < two["tokens_per_second"] / one["attention"]["tokens_per_second"] <= 2
+    assert ("lora", "adamw_torch_fused", 2) not in by_name
+    eight = by_name[("all", "adamw_torch_8bit", 2)]
+    assert eight["blocks"] >= by_name[("all", "adamw_torch_fused", 2)]["blocks"]
+    lora = one["lora"]
+    assert lora["hours"] == pytest.approx(10**8 / lora["tokens_per_second"] / 3600, rel=0.01)
+    rows = price_table(found).rows
+    assert not any(row[0] == "all" and row[2] == "1" for row in rows)
+    assert any(row[:3] == ["lora", "adamw_torch_fused", "1"] for row in rows)
+
+
+def test_a_student_is_shared_out_and_the_teacher_is_not(tmp_path: Path) -> None:
+    found = sizes(tmp_path, "7b", 8, 2048)
+    one, two = (device_bytes(found, "all", n, 0) for n in (1, 2))
+    # float32 weight, gradient and moments of half the student, and no copies of whole weights.
+    assert one - two == pytest.approx(found.total * (16 / 2 + 2))
+    without = device_bytes(found, "all", 2, 0, teacher=False)
+    assert two - without == 2 * found.teacher

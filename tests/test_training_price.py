@@ -43,7 +43,9 @@ def sizes(folder: Path, shape: str, groups: int, window: int) -> Sizes:
 
 
 @pytest.mark.parametrize("row", SMALL, ids=lambda row: f"{row['objective']}-{row['gpus']}")
-def test_training_of_a_billion_costs_what_was_measured_within_half(row: dict[str, Any], tmp_path: Path) -> None:
+def test_training_of_a_billion_costs_what_was_measured_within_half(
+    row: dict[str, Any], tmp_path: Path
+) -> None:
     found, teacher = sizes(tmp_path, row["shape"], row["groups"], row["window"]), row["objective"] == "kd"
     assert found.total == row["parameters"]
     need = device_bytes(found, "all", row["gpus"], row["micro_batch"] * row["window"], teacher=teacher)

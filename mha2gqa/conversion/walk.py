@@ -275,7 +275,7 @@ class Walk:
     def _group(self, modules: tuple[ModulePlan, ...] | list[ModulePlan]) -> None:
         """Search which heads of these modules share: on rank 0, which takes the cores of all."""
         with self.clock("grouping"):
-            plan, fields = self.plan, {}
+            plan, fields = self.plan, dict[str, dict[str, Any]]()
             if self.ranks.rank == 0:
                 read = partial(self.weights.read_anywhere, at=self.original.at)
                 plan, fields = grouped(plan, read, self._moments(), self.options, modules)

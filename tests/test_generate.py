@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from conftest import pico_llama, word_tokenizer
 
-from mha2gqa import convert
+from mha2gqa import convert, uptrain
 from mha2gqa.assets import tiny_model_path
 from mha2gqa.calibration import generate
 from mha2gqa.calibration.generate import generate_text
 from mha2gqa.checkpoints.loading import load_config_json
+from mha2gqa.commands.dry_run import rehearse
+from mha2gqa.config import recipe_from_dict
 from mha2gqa.errors import UsageError
+from mha2gqa.uptraining import generated, run
 
 
 def test_text_is_sampled_once_and_its_hash_is_checked(
@@ -97,3 +102,109 @@ def test_generate_stands_alone_and_a_file_of_that_name_is_a_file(tmp_path: Path)
         convert(tmp_path, tmp_path / "out", 2, calibration=["a.jsonl", "generate"])
     with pytest.raises(UsageError, match="generate stands alone"):
         convert(tmp_path, tmp_path / "out", 2, calibration=["generate", "a.jsonl"])
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> tuple[Path, Path]:
+    """An original and its conversion, calibrated on 600 tokens that the original wrote."""
+    torch.manual_seed(0)
+    mha, gqa = tmp_path / "mha", tmp_path / "gqa"
+    pico_llama().save_pretrained(mha)
+    word_tokenizer(mha, bos=True)
+    words = {"calibration_tokens": 600, "calibration_window": 16, "device": "cpu", "fit": {"steps": 2}}
+    convert(mha, gqa, 2, calibration="generate", **words)
+    return mha, gqa
+
+
+TRAINED: dict[str, Any] = {
+    "tokens": 1024,
+    "window": 16,
+    "batch_tokens": 256,
+    "device": "cpu",
+    "holdout": 0.1,
+    "learning_rate": 1e-3,
+}
+
+
+def test_uptraining_takes_what_convert_sampled_and_samples_the_rest(
+    tmp_path: Path, pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mha, gqa = pair
+    asked: list[dict[str, Any]] = []
+
+    def sampled(model: str, out: Path, **words: Any) -> dict[str, Any]:
+        asked.append(words | {"model": model, "out": out})
+        return generate_text(model, out, **words)
+
+    monkeypatch.setattr(generated, "generate_text", sampled)
+    made = uptrain(gqa, tmp_path / "up", "generate", **TRAINED)
+    first = json.loads((tmp_path / "gqa.generated.jsonl.json").read_text())
+    (rest,) = asked
+    assert Path(rest["model"]) == mha and rest["seed"] == 1 and first["seed"] == 0
+    assert rest["tokens"] == math.ceil((1024 + 16) / 0.9) - first["tokens"]
+    assert rest["out"] == tmp_path / "up.generated.jsonl" and rest["out"].exists()
+    assert made.budget["unique_tokens"] > first["tokens"] and made.losses["held_out_end"] > 0
+    asked.clear()
+    uptrain(gqa, tmp_path / "less", "generate", **TRAINED | {"tokens": 256})
+    assert not asked  # what convert sampled is enough
+    (tmp_path / "gqa.generated.jsonl").write_text('{"text": "changed"}\n')
+    uptrain(gqa, tmp_path / "all", "generate", **TRAINED)
+    assert asked[0]["tokens"] == math.ceil((1024 + 16) / 0.9)
+
+
+def test_an_uptraining_that_broke_off_does_not_sample_again(
+    tmp_path: Path, pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, gqa = pair
+    with monkeypatch.context() as broken:
+        broken.setattr(run, "load_corpus", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            uptrain(gqa, tmp_path / "up", "generate", **TRAINED)
+    assert (tmp_path / "up.generated.jsonl").exists()
+    monkeypatch.setattr(generate, "load_model", lambda *_, **__: pytest.fail("sampled again"))
+    assert uptrain(gqa, tmp_path / "up", "generate", **TRAINED).losses["held_out_end"] > 0
+
+
+def test_an_uptraining_whose_original_cannot_write_is_refused_before_the_work(
+    tmp_path: Path, pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mha, gqa = pair
+    out = tmp_path / "up"
+    with pytest.raises(UsageError, match=r"generate stands alone.*\./generate"):
+        uptrain(gqa, out, ["generate", "a.jsonl"], **TRAINED)
+    with pytest.raises(UsageError, match=r"generate requires the original"):
+        uptrain(gqa, out, "generate", teacher="none", **TRAINED)
+    with pytest.raises(UsageError, match=r"data_weights.*excludes"):
+        uptrain(gqa, out, "generate", data_weights=(1.0,), **TRAINED)
+    with pytest.raises(UsageError, match=r"--data generate: no original is recorded.*--teacher"):
+        uptrain(mha, out, "generate", **TRAINED)
+    t5 = tmp_path / "t5"
+    t5.mkdir()
+    (t5 / "config.json").write_text(json.dumps({"model_type": "t5", "is_encoder_decoder": True}))
+    with pytest.raises(UsageError, match=r"--data generate: a t5 model reads text.*--data FILE"):
+        uptrain(t5, out, "generate", **TRAINED)
+    monkeypatch.setattr(generate, "free_memory", lambda _: 1000)
+    with pytest.raises(UsageError, match=r"--data generate: .*GiB free.*--data FILE"):
+        uptrain(gqa, out, "generate", **TRAINED)
+    assert not out.exists() and not out.with_name("up.uptrain").exists()
+
+
+def test_a_dry_run_refuses_generated_text_of_an_encoder_decoder(tmp_path: Path) -> None:
+    t5 = {
+        "model_type": "t5",
+        "is_encoder_decoder": True,
+        "num_heads": 4,
+        "d_model": 32,
+        "d_kv": 8,
+        "d_ff": 64,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(t5 | {"num_layers": 2, "vocab_size": 64}))
+    (tmp_path / "v.jsonl").write_text('{"text": "words"}\n')
+    sections = {"source": str(tmp_path), "output": str(tmp_path / "o"), "convert": {"groups": 2}}
+    sections |= {"evaluate": {"data": str(tmp_path / "v.jsonl")}}
+    asked = {"uptrain": {"data": "generate", "tokens": 1_000_000}}
+    with pytest.raises(UsageError, match="--data generate: a t5 model"):
+        rehearse(recipe_from_dict(sections | asked))
+    asked = {"convert": {"groups": 2, "calibration": "generate"}}
+    with pytest.raises(UsageError, match="--calibration generate: a t5 model"):
+        rehearse(recipe_from_dict(sections | asked))

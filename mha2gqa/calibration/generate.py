@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from ..progress import current
 
 MOST_ROWS = 256  # sequences sampled at a time
 RESERVE = 0.3  # of the free memory, for activations and logits
+CALIBRATION, DATA = "--calibration", "--data"  # the options that take `generate`
 
 
 def generate_text(
@@ -38,6 +39,7 @@ def generate_text(
     seed: int = 0,
     device: str = "auto",
     trust_remote_code: bool = False,
+    option: str = CALIBRATION,
 ) -> dict[str, Any]:
     """Sample documents from `model` at temperature 1, without truncation of its distribution.
 
@@ -51,6 +53,7 @@ def generate_text(
         seed: Of the sampling.
         device: Where the model runs.
         trust_remote_code: Consent to code that the model brings along.
+        option: Which asked for it, for messages.
 
     Returns:
         `model`, `tokens`, `documents`, `window`, `seed`, `sha256`.
@@ -65,31 +68,19 @@ def generate_text(
     """
     out, config = Path(out), load_config_json(model)
     wanted = {"model": _model_id(model, config), "window": window, "seed": seed}
-    if (record := _made_before(out, wanted, tokens)) is not None:
+    record = written_by(model, out)
+    if record is not None and wanted.items() <= record.items() and record["tokens"] >= tokens:
         return record
-    if getattr(known_config(config), "is_encoder_decoder", False):
-        raise UsageError(
-            f"a {config.get('model_type')} model reads text before it writes any",
-            where="--calibration generate",
-            fix="give --calibration FILE",
-        )
-    tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
-    start = bos_id(tokenizer)
-    start = tokenizer.bos_token_id if start is None else start
-    start = tokenizer.eos_token_id if start is None else start  # what stands before a packed document
-    if start is None:
-        raise UsageError(
-            "the tokenizer has no token that a text starts with",
-            where="--calibration generate",
-            fix="give --calibration FILE",
-        )
     where = resolve_device(device)
-    rows = min(_rows(model, config, window, where), math.ceil(tokens / window))
+    start, end, most = check_writer(
+        model, window=window, device=where, trust_remote_code=trust_remote_code, option=option
+    )
+    rows, tokenizer = min(most, math.ceil(tokens / window)), load_tokenizer(model, trust_remote_code)
     running = load_model(model, device=where, trust_remote_code=trust_remote_code)
     documents, count = [], 0
     with _seeded(seed, where):
         while count < tokens:
-            for ids in _sample(running, int(start), tokenizer.eos_token_id, rows, window):
+            for ids in _sample(running, start, end, rows, window):
                 documents.append(tokenizer.decode(ids, skip_special_tokens=True))
                 count += len(ids) + 1
             current().report("generating", min(count, tokens), tokens, "tokens")
@@ -107,6 +98,64 @@ def generate_text(
     return record
 
 
+def check_decoder(config: Mapping[str, Any], option: str = CALIBRATION) -> None:
+    """Refuse a model that cannot write text of its own, by its config.
+
+    Raises:
+        UsageError: An encoder-decoder.
+    """
+    if getattr(known_config(config), "is_encoder_decoder", False):
+        raise UsageError(
+            f"a {config.get('model_type')} model reads text before it writes any",
+            where=f"{option} generate",
+            fix=f"give {option} FILE",
+        )
+
+
+def check_writer(
+    model: str | Path,
+    *,
+    window: int,
+    device: torch.device,
+    trust_remote_code: bool = False,
+    option: str = CALIBRATION,
+) -> tuple[int, int | None, int]:
+    """Refuse a model that cannot write text here, before it is loaded.
+
+    Args:
+        model, window, trust_remote_code, option: As in `generate_text`.
+        device: Where it would run.
+
+    Returns:
+        The id that a text starts with, the one that it ends with (or None), and how many texts fit at a time.
+
+    Raises:
+        UsageError: An encoder-decoder, a tokenizer without a start token, or model and cache do not fit the device.
+    """
+    config = load_config_json(model)
+    check_decoder(config, option)
+    tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
+    end = tokenizer.eos_token_id  # also stands before a packed document, where there is no other start
+    known = (bos_id(tokenizer), tokenizer.bos_token_id, end)
+    start = next((found for found in known if found is not None), None)
+    if start is None:
+        raise UsageError(
+            "the tokenizer has no token that a text starts with",
+            where=f"{option} generate",
+            fix=f"give {option} FILE",
+        )
+    return int(start), end, _rows(model, config, window, device, option)
+
+
+def written_by(model: str | Path, file: Path) -> dict[str, Any] | None:
+    """The record of a file that `model` wrote and that nobody has changed since; None for any other."""
+    if not (file.exists() and _record_file(file).exists()):
+        return None
+    record: dict[str, Any] = json.loads(_record_file(file).read_text())
+    same = record.get("model") == _model_id(model, load_config_json(model))
+    return record if same and hashlib.sha256(file.read_bytes()).hexdigest() == record["sha256"] else None
+
+
 def _record_file(out: Path) -> Path:
     return out.with_name(f"{out.name}.json")
 
@@ -119,16 +168,7 @@ def _model_id(model: str | Path, config: dict[str, Any]) -> str:
     return digest.hexdigest()[:16]
 
 
-def _made_before(out: Path, wanted: dict[str, Any], tokens: int) -> dict[str, Any] | None:
-    """The record of a file that holds what is wanted, else None."""
-    if not (out.exists() and _record_file(out).exists()):
-        return None
-    record: dict[str, Any] = json.loads(_record_file(out).read_text())
-    same = all(record.get(name) == value for name, value in wanted.items()) and record["tokens"] >= tokens
-    return record if same and hashlib.sha256(out.read_bytes()).hexdigest() == record["sha256"] else None
-
-
-def _rows(model: str | Path, config: dict[str, Any], window: int, device: torch.device) -> int:
+def _rows(model: str | Path, config: dict[str, Any], window: int, device: torch.device, option: str) -> int:
     """How many sequences fit beside the weights.
 
     Raises:
@@ -142,8 +182,8 @@ def _rows(model: str | Path, config: dict[str, Any], window: int, device: torch.
         needed = weights + kv_bytes(config, context=window)
         raise UsageError(
             f"the model and its KV cache need {needed / 2**30:.1f} GiB, {device} has {free / 2**30:.1f} GiB free",
-            where="--calibration generate",
-            fix="give --calibration FILE with text that any engine sampled from the model",
+            where=f"{option} generate",
+            fix=f"give {option} FILE with text that any engine sampled from the model",
         )
     return min(rows, MOST_ROWS)
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ..calibration.generate import CALIBRATION, DATA, check_decoder
 from ..checkpoints.hf_config import is_encoder_decoder, longest_context
 from ..config import Recipe, ReportConfig
 from ..config.convert import DEFAULT_METHOD
@@ -52,13 +53,14 @@ def rehearse(recipe: Recipe) -> tuple[list[dict[str, Any]], list[str]]:
         )
         warnings += found.warnings
         stages.append(_planned("convert", _convert_detail(recipe, found)))
-    texts = [*(x for x in recipe.convert.calibration if x != GENERATE), *recipe.evaluate.data]
+    _check_generate(recipe, config)
+    texts = [*recipe.convert.calibration, *recipe.evaluate.data]
     stages.append(_planned("evaluate", _evaluate_detail(recipe, config)))
     if recipe.uptrain is not None:
         texts += [*recipe.uptrain.data, *recipe.uptrain.eval_data]
         for alpha in _alphas(recipe):
             stages.append(_planned("uptrain", _uptrain_detail(recipe, source, config, alpha)))
-    for text in dict.fromkeys(texts):
+    for text in dict.fromkeys(x for x in texts if x != GENERATE):
         warnings += check_text(text, recipe, config)
     for name in recipe.report.formats:
         if name not in (*FORMATS, "card"):
@@ -67,6 +69,14 @@ def rehearse(recipe: Recipe) -> tuple[list[dict[str, Any]], list[str]]:
             )
     stages.append(_planned("report", ", ".join(recipe.report.formats)))
     return stages, list(dict.fromkeys(warnings))
+
+
+def _check_generate(recipe: Recipe, config: Mapping[str, Any]) -> None:
+    """Refuse text that the original is to write and cannot."""
+    trained = recipe.uptrain.data if recipe.uptrain is not None else ()
+    for option, texts in ((CALIBRATION, recipe.convert.calibration), (DATA, trained)):
+        if GENERATE in texts:
+            check_decoder(config, option)
 
 
 def _planned(name: str, detail: str) -> dict[str, Any]:

@@ -33,7 +33,7 @@ class UptrainConfig(PairConfig):
     data: tuple[str, ...] = option(
         ...,
         "Training text, for an encoder-decoder pairs or recordings: file, folder, glob or NAME[:CONFIG[:SPLIT]] of "
-        "the Hub. Repeatable.",
+        "the Hub. Repeatable. generate: the original samples the text itself.",
         WHAT,
         metavar="DATA",
     )
@@ -235,6 +235,7 @@ class UptrainConfig(PairConfig):
     def conflicts(self) -> Iterator[OptionError]:
         """Options that exclude or need each other."""
         yield from self._budget_conflicts()
+        yield from self._generate_conflicts()
         weights = self.data_weights
         if weights is not None and len(weights) != len(self.data):
             yield OptionError(
@@ -246,6 +247,21 @@ class UptrainConfig(PairConfig):
             yield OptionError("teacher_top_k", "requires a teacher", "leave out `teacher` none")
         if self.teacher_cache is not None and self.teacher_top_k is None:
             yield OptionError("teacher_cache", "requires `teacher_top_k`", "64 is usual")
+
+    @property
+    def generates(self) -> bool:
+        """Whether the original samples the text."""
+        return tuple(self.data) == ("generate",)
+
+    def _generate_conflicts(self) -> Iterator[OptionError]:
+        if len(self.data) > 1 and "generate" in self.data:
+            yield OptionError(
+                "data", "generate stands alone", "give generate, or files, or ./generate for a file"
+            )
+        if self.generates and self.teacher == "none":
+            yield OptionError("data", "generate requires the original", "leave out `teacher` none")
+        if self.generates and self.data_weights is not None:
+            yield OptionError("data_weights", "excludes `data` generate", "leave it out")
 
     def _budget_conflicts(self) -> Iterator[OptionError]:
         if self.alpha is not None and self.tokens is not None:

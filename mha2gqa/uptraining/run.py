@@ -27,6 +27,7 @@ from .arguments import build_arguments
 from .batches import BlockOrder, Collate, Collator, IdBlocks
 from .corpus import Corpus, load_corpus
 from .distributed_training import whole_models
+from .generated import check_generated, with_generated
 from .model_prep import require_document_masking
 from .pair_corpus import load_pair_corpus
 from .pair_options import PAIRS
@@ -150,6 +151,8 @@ def run_uptrain(config: UptrainConfig) -> UptrainResult:
         if run.finished is not None:
             run_dir.remove()
             return run.finished
+        if config.generates:
+            check_generated(run)
         args = build_arguments(config, run.budget, run_dir.root, run.width, evaluates=True)
         with _opened(run_dir, run):
             trained = _train_checkpoint(run, args, run_dir)
@@ -185,6 +188,7 @@ def _opened(run_dir: RunDirectory, run: PreparedRun) -> Iterator[None]:
 
 def _train_checkpoint(run: PreparedRun, args: Any, run_dir: RunDirectory) -> TrainingRun:
     """Load, train, and put adapters into the weights."""
+    run = with_generated(run, args.device)
     config, source = run.config, run.source
     assert source is not None
     if args.deepspeed:

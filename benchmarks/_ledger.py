@@ -37,7 +37,9 @@ def record(path: Path) -> dict[str, Any]:
     for key in superseded(entries):
         del entries[key]
     table = [entry for entry in entries.values() if entry["part"] == "valid"]
-    original = next(entry for entry in table if entry["start"] == "original" and "objective" not in entry)
+    original = next(
+        e for e in table if e["start"] == "original" and not (e.get("objective") or e.get("cache"))
+    )
     # One table for all cards and states of the code: a ledger is filled over months, and its lines name both.
     cards = " and ".join(sorted({entry["gpu"] for entry in table}))
     runs = [{"hardware": {"gpu": cards}, "versions": {}}]

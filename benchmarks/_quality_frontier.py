@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import _ledger
-from _markdown import markdown
+from _markdown import markdown, measured_on
 from _quality_cells import Cell
 
 RESULTS = Path(__file__).parent / "results"
@@ -26,7 +26,7 @@ def by_configuration(entries: Iterable[Mapping[str, Any]]) -> dict[str, list[Map
     found: dict[str, list[Mapping[str, Any]]] = {}
     for entry in table:
         found.setdefault(SEED.sub("", entry["key"]), []).append(entry)
-    (original,) = (r for r in table if r["start"] == "original" and "objective" not in r)
+    (original,) = (row for row in table if _is_original(row))
     return {key: [r | {"gap": r["loss"] - original["loss"]} for r in rows] for key, rows in found.items()}
 
 
@@ -171,3 +171,69 @@ def bars(record: Mapping[str, Any]) -> str:
     return f"{count['met']} met, {count['**missed**']} missed, {count[NOT_RUN]} not run.\n\n" + markdown(
         ["what was to be reached", "", "bar", "measured", ""], lines
     )
+
+
+# --- what loss hides -----------------------------------------------------------------------------------
+
+
+def positions(record: Mapping[str, Any]) -> str:
+    """Gap to the original by position in the text, of the rows that the bars and the bytes are about."""
+    rows = by_configuration(record["entries"])
+    edges = list(next(iter(rows.values()))[0]["loss_by_position"])
+    (original,) = (found[0] for found in rows.values() if _is_original(found[0]))
+    chosen = [
+        found for found in rows.values() if found[0].get("fit") == "fits" and not found[0].get("equal_to")
+    ]
+    lines = []
+    for found in sorted(
+        chosen, key=lambda f: (-f[0]["groups"] // f[0].get("wide", 1), f[0].get("tokens", 0))
+    ):
+        cell = Cell.of(found[0])
+        means = [statistics.mean(row["loss_by_position"][e] for row in found) for e in edges]
+        what = f", {cell.tokens / 1e6:.3g}M tokens" if cell.tokens else ", fits"
+        text = ", generated text" if cell.text == "generate" else ""
+        gaps = (
+            f"{mean - original['loss_by_position'][e]:+.4f}" for mean, e in zip(means, edges, strict=True)
+        )
+        lines.append([f"{_full_name(cell)}{text}{what}", *gaps])
+    return (
+        f"Gap to the original by position in the text.\n\n{markdown(['positions', *edges], lines)}"
+        if lines
+        else ""
+    )
+
+
+def _is_original(row: Mapping[str, Any]) -> bool:
+    return row["start"] == "original" and not row.get("objective") and not row.get("cache")
+
+
+def _full_name(cell: Cell) -> str:
+    """`wide R=2: 2 heads (cache of GQA-4)`."""
+    return form_name(cell) + (f" (cache of GQA-{cell.groups})" if cell.wide > 1 else "")
+
+
+def probes(record: Mapping[str, Any]) -> str:
+    """Shares of right answers, original against results; what does not count is marked."""
+    names = list(record["rows"][0]["results"])
+    lines = [
+        [
+            f"{row['probe']}, {row['length']:,} tokens",
+            f"{row['original']:.1%} ± {row['standard_error']:.1%}",
+            "yes" if row["counts"] else "no",
+            *(_lost(row["results"][name]) for name in names),
+        ]
+        for row in record["rows"]
+    ]
+    counted = sum(row["counts"] for row in record["rows"])
+    texts = record["rows"][0]["texts"]
+    return (
+        f"`{record['model']}`, {texts} texts of each kind and length, every question a choice among {record['choices']} "
+        f"tokens (chance {1 / record['choices']:.1%}). {counted} of {len(lines)} probes count: the original is at least three "
+        "standard errors above chance. Results: share of right answers, and how far it is below the original's.\n\n"
+        f"Measured on: {measured_on(record['provenance'])}.\n\n"
+        + markdown(["probe", "original", "counts", *names], lines)
+    )
+
+
+def _lost(result: Mapping[str, float]) -> str:
+    return f"{result['share']:.1%} ({-result['lost']:+.1%} ± {result['standard_error']:.1%})"

@@ -16,7 +16,7 @@ from typing import Any
 import _ledger
 from _loss_tables import OBJECTIVES, ce_weight, cost, quality, sweep
 from _markdown import markdown, measured_on
-from _quality_frontier import bars, same_bytes
+from _quality_frontier import bars, positions, probes, same_bytes
 from _real import real
 
 RESULTS = Path(__file__).parent / "results"
@@ -267,7 +267,8 @@ def walk_quality(record: Mapping[str, Any]) -> str:
 # What a results file's command begins with -> its tables.
 RENDERERS: dict[str, Sequence[Callable[[Mapping[str, Any]], str]]] = {
     "benchmarks/quality.py": (quality, cost),
-    "benchmarks/quality_ledger.py": (same_bytes, quality, cost),
+    "benchmarks/quality_ledger.py": (same_bytes, quality, cost, positions),
+    "benchmarks/quality_probes.py": (probes,),
     "bars of benchmarks/quality_ledger.py": (bars,),
     "benchmarks/quality_t5.py --stages tune": (ce_weight,),
     "benchmarks/convert_speed.py": (convert_speed,),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ def entry(cell: Cell, loss: float, **more: Any) -> dict[str, Any]:
         "token_visits": 9,
     }
     row |= {"model": "m", "window": 32, "blocks": 10, "gpu": "GPU", "wall_seconds": 3.0}
+    row["loss_by_position"] = {"0-16": loss, "16-32": loss / 2}
     rates = dict.fromkeys(cell.kinds, RATES[cell.start])
     return row | {"rates": rates} | more
 
@@ -110,3 +112,21 @@ def test_the_chart_draws_each_form_against_both_costs(tmp_path: Path) -> None:
     assert picture.count('cx="') == 2 + 2 * 3  # the legend, and each row twice
     assert "prefers-color-scheme: dark" in picture and picture.count("cache of GQA-") == 2 * len(GROUPS)
     assert "FLOPs, fits included" in picture and "wide heads" not in picture
+
+
+def test_gaps_by_position_are_means_over_seeds(tmp_path: Path) -> None:
+    rows = [entry(PLAIN, 3.04), entry(replace(PLAIN, seed=1), 3.08)]
+    rows += [entry(replace(TAUGHT, wide=2), 3.02), entry(Cell("original", 16, cache="int8"), 3.001)]
+    text = frontier.positions(record(ledger(tmp_path, *rows)))
+    assert "| positions | 0-16 | 16-32 |" in text and "| GQA-4, fits | +0.0600 | +0.0300 |" in text
+    assert "| wide R=2: 2 heads (cache of GQA-4), 2.71M tokens | +0.0200 | +0.0100 |" in text
+
+
+def test_probes_are_rendered_with_what_counts() -> None:
+    row = {"probe": "needle", "length": 1024, "texts": 200, "original": 0.5, "standard_error": 0.035}
+    lost = {"GQA-4": {"share": 0.4, "lost": 0.1, "standard_error": 0.02}}
+    rows = [row | {"counts": True, "results": lost}, row | {"counts": False, "results": lost}]
+    record = {"model": "m", "choices": 16, "rows": rows, "provenance": {"hardware": {"gpu": "GPU"}}}
+    text = frontier.probes(record)
+    assert "1 of 2 probes count" in text and "chance 6.2%" in text
+    assert "| needle, 1,024 tokens | 50.0% ± 3.5% | yes | 40.0% (-10.0% ± 2.0%) |" in text

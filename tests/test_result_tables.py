@@ -16,6 +16,7 @@ import tables
 def _entry(key: str, loss: float, **fields: Any) -> dict[str, Any]:
     row = {"key": key, "loss": loss, "part": "valid", "seed": 0, "model": "m", "window": 32, "blocks": 10}
     row |= {"gpu": "GPU", "code": "abcdef123456", "wall_seconds": 3.0, "unique_tokens": 0, "kl": 0.1}
+    row["loss_by_position"] = {"0-16": loss, "16-32": loss / 2}
     return row | fields
 
 
@@ -55,7 +56,8 @@ def _ledger(tmp_path: Path) -> Path:
 
 
 def test_a_ledger_is_rendered_like_a_quality_file(tmp_path: Path) -> None:
-    bytes_, losses, cost = tables.tables(_ledger(tmp_path))
+    bytes_, losses, cost, positions = tables.tables(_ledger(tmp_path))
+    assert "| GQA-4, fits | +0.2000 | +0.1000 |" in positions
     assert "| GQA-4 (4:1) | GQA-4 | +0.2000 ± 0.1000 (2 seeds) | +0.0500 |" in bytes_
     assert "`m` (16 KV heads), loss of the original 3.000" in losses
     assert "window 32, 320 tokens" in losses and "Measured on: GPU" in losses

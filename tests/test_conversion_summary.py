@@ -146,7 +146,11 @@ def test_a_model_trained_on_shorter_sequences_is_noticed(text: Path, tmp_path: P
         ("llama", "mean", "from 3.310 to 5.827 (joint 4.687, joint with data 3.322)"),
         ("llama", "align", "without calibration data; give --calibration TEXT"),
         ("t5", "joint", "from 3.376 to 3.442 (mean 5.844, joint with data 3.392); give --calibration pairs"),
-        ("bart", "joint", "4M parameters that others trained) from 0.092 to 0.867 (mean 1.006); give --calibration"),
+        (
+            "bart",
+            "joint",
+            "4M parameters that others trained) from 0.092 to 0.867 (mean 1.006); give --calibration",
+        ),
         ("bart", "mean", "from 0.092 to 1.006 (joint 0.867); give --calibration pairs of its task"),
         ("whisper", "joint", "--calibration recordings with their transcripts"),
     ],

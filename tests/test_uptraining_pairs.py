@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from seq2seq_models import audio_folder, saved, saved_whisper
 from transformers import AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
 
-from mha2gqa import convert, evaluate, uptrain
+from mha2gqa import convert, evaluate, train_model, uptrain
 from mha2gqa.config import UptrainConfig
 from mha2gqa.data import PairOptions
 from mha2gqa.data.generation import generate_ids
@@ -23,8 +23,9 @@ from mha2gqa.errors import DataError, Mha2gqaError, UsageError
 from mha2gqa.uptraining.budget import PairBudget, plan_pair_budget
 from mha2gqa.uptraining.guard import SpikeGuard
 from mha2gqa.uptraining.model_prep import set_dropout
-from mha2gqa.uptraining.pair_corpus import SplitPairs
+from mha2gqa.uptraining.pair_corpus import PairCollator, SplitPairs
 from mha2gqa.uptraining.pair_store import StoredPairs, write_pairs
+from tests.conftest import pico_llama
 
 TEXTS = [f"w{i} w{i + 7} w{(3 * i) % 50}" + " w5" * (i % 4) for i in range(12)]
 ROWS = [{"source": f"w{59 - i} w{i} w2" + " w8" * (i % 5), "target": text} for i, text in enumerate(TEXTS)]
@@ -125,6 +126,52 @@ def test_a_step_is_the_step_of_the_loss_written_by_hand(
     scored = evaluate([folder, tmp_path / "up"], held_out, protocol="pairs", device="cpu").models
     assert result.losses["held_out_start"] == pytest.approx(scored[0].loss, rel=1e-5)
     assert result.losses["held_out_end"] == pytest.approx(scored[1].loss, rel=1e-5)
+
+
+@pytest.mark.parametrize(("kind", "distils"), [("marian", True), ("whisper", False), ("t5", True)])
+def test_pairs_in_memory_train_as_pairs_from_files(
+    root: Path, tmp_path: Path, kind: str, distils: bool
+) -> None:
+    """Oracle: one step over all pairs, whatever their order, gives what `uptrain` writes."""
+    folder, (train, held_out) = root / f"{kind}-g2", data_of(root, kind)
+    encoder = open_encoder(folder, PairOptions())
+    seen, kept = (
+        [encoder.encode(pair) for pair in encoder.options.open(data, encoder.audio)]
+        for data in (train, held_out)
+    )
+    targets = sum(len(example.decoder) - example.prompt for example in seen)
+    run = {"tokens": targets, "batch_tokens": targets, "per_device_train_batch_size": 4, **SGD, **QUIET}
+    teacher = {"teacher": str(root / kind) if distils else "none"}
+    files = uptrain(
+        folder, tmp_path / "up", train, eval_data=(held_out,), objective="pairs", **teacher, **run
+    )
+    model = load(folder)
+    result = train_model(
+        model, seen, held_out=kept, encoder=encoder, teacher=load(root / kind) if distils else None, **run
+    )
+    assert result.budget == files.budget | {"window": result.budget["window"]}
+    assert result.losses["train"][0]["loss"] == pytest.approx(files.losses["train"][0]["loss"], rel=1e-5)
+    assert result.losses["held_out_end"] == pytest.approx(files.losses["held_out_end"], rel=1e-5)
+    for (name, mine), theirs in zip(
+        model.named_parameters(), load(tmp_path / "up").parameters(), strict=True
+    ):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_what_cannot_train_in_memory_on_pairs(root: Path) -> None:
+    encoder = open_encoder(root / "marian", PairOptions())
+    (pair, *_) = encoder.options.open(str(root / "pairs.jsonl"), False)
+    example = encoder.encode(pair)
+    model = load(root / "marian")
+    run: dict[str, Any] = {"tokens": 50, "batch_tokens": 10, **QUIET}
+    with pytest.raises(UsageError, match=r"blocks: must be examples of pairs, .*; encode them"):
+        train_model(model, [pair], encoder=encoder, **run)  # type: ignore[list-item]
+    with pytest.raises(DataError, match="there are no pairs"):
+        train_model(model, [], encoder=encoder, **run)
+    with pytest.raises(UsageError, match="collate: has no meaning with encoder"):
+        train_model(model, [example], encoder=encoder, collate=PairCollator(encoder), **run)
+    with pytest.raises(UsageError, match="encoder: pairs need an encoder-decoder"):
+        train_model(pico_llama(), [example], encoder=encoder, **run)
 
 
 class Killed(BaseException):

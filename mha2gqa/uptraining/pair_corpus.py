@@ -23,7 +23,7 @@ from .batches import Batch, BlockOrder, Mixture
 from .budget import Budget, PairBudget, UptrainConfig, plan_pair_budget, wanted_tokens
 from .corpus import SHUFFLED_BYTES, Corpus, blaming_eval_data
 from .pair_options import pairs_multiple, run_encoder
-from .pair_store import StoredPairs, content_key, is_written, write_pairs
+from .pair_store import Pairs, PairsInMemory, StoredPairs, content_key, is_written, write_pairs
 from .prepare import PreparedRun
 from .run_dir import check_sources
 
@@ -165,7 +165,7 @@ def load_pair_corpus(run: PreparedRun, args: Any, tokenizer: Any, folder: Path) 
     wanted, _, _ = wanted_tokens(config, _original(run))
     groups = [config.data] if config.data_weights is None else [(path,) for path in config.data]
     shares = np.array(config.data_weights or (1.0,)) / sum(config.data_weights or (1.0,))
-    sources = []
+    sources: list[Pairs] = []
     for number, (data, share) in enumerate(zip(groups, shares, strict=True)):
         path, most = folder / f"train-{number}", int(np.ceil(wanted * share))
         if not is_written(path) and not write_pairs(path, encoder, writer(encoder, pairs.train(data)), most):
@@ -184,6 +184,20 @@ def load_pair_corpus(run: PreparedRun, args: Any, tokenizer: Any, folder: Path) 
     return replace(run, budget=budget.counting(int(tokens[-1]))), Corpus(
         order, scored, unique, order.collate, tokens
     )
+
+
+def corpus_in_memory(
+    run: PreparedRun, pairs: PairsInMemory, held_out: PairsInMemory | None
+) -> tuple[PreparedRun, Corpus]:
+    """`load_pair_corpus` of pairs that are encoded already.
+
+    Raises:
+        UsageError: The budget rounds to no step.
+    """
+    budget, order = _ordered(run, [pairs], np.ones(1), PairCollator(pairs.encoder))
+    tokens = _tokens_by_step(order, [pairs], budget)
+    corpus = Corpus(order, held_out, int(pairs.targets.sum()), order.collate, tokens)
+    return replace(run, budget=budget.counting(int(tokens[-1]))), corpus
 
 
 def _original(run: PreparedRun) -> str:
@@ -214,7 +228,7 @@ def _held_out(
 
 
 def _ordered(
-    run: PreparedRun, sources: Sequence[StoredPairs], shares: np.ndarray, collate: PairCollator
+    run: PreparedRun, sources: Sequence[Pairs], shares: np.ndarray, collate: PairCollator
 ) -> tuple[Budget, BlockOrder]:
     """The budget that the lengths of the pairs give, and their order."""
     config = run.config
@@ -239,14 +253,14 @@ def _ordered(
     return budget, Mixture(sources, drawn.tolist(), count, config.seed, collate)
 
 
-def _encoder_length(rows: StoredPairs) -> float:
+def _encoder_length(rows: Pairs) -> float:
     """Mean positions of the encoder."""
     if not rows.encoder.audio:
         return rows.source_length
     return float(encoder_positions(rows[0].encoder.shape, ids=False))
 
 
-def _tokens_by_step(order: BlockOrder, sources: Sequence[StoredPairs], budget: Budget) -> np.ndarray:
+def _tokens_by_step(order: BlockOrder, sources: Sequence[Pairs], budget: Budget) -> np.ndarray:
     """Target tokens trained after each step, `[steps + 1]`."""
     found = np.zeros(len(order), np.int64)
     for item in range(len(order)):

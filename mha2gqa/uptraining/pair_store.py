@@ -12,7 +12,7 @@ import numpy as np
 from ..data import Pair
 from ..data.audio import Audio
 from ..data.seq2seq import Example, PairEncoder
-from ..errors import CheckpointError, reason
+from ..errors import CheckpointError, DataError, reason
 from .run_dir import cleanup_on_error
 
 FULL_SCALE = 32_768  # of 16-bit sound, as nearly all recordings are: what was read comes back to the bit
@@ -75,6 +75,45 @@ class StoredPairs(Sequence[Example]):
             samples = np.asarray(source, np.float32) / FULL_SCALE
             return Example(self.encoder.features(samples, place), decoder, int(self._prompts[row]), place)
         return Example(np.array(source), decoder, int(self._prompts[row]), place)
+
+
+class PairsInMemory(Sequence[Example]):
+    """Encoded pairs as a list, with what a run must know of their lengths; attributes as of `StoredPairs`.
+
+    Args:
+        examples: At least one.
+        encoder: Of the model.
+
+    Raises:
+        DataError: There are none, or one has no target.
+    """
+
+    def __init__(self, examples: Sequence[Example], encoder: PairEncoder) -> None:
+        self.encoder, self._examples = encoder, list(examples)
+        if not self._examples:
+            raise DataError("there are no pairs", where="pairs", fix="give at least one example")
+        self.targets = np.array([len(e.decoder) - e.prompt for e in self._examples], np.int64)
+        if (self.targets < 1).any():
+            raise DataError(
+                "no target", where=self._examples[int(self.targets.argmin())].place, fix="leave it out"
+            )
+        self.source_length = float(np.mean([e.encoder.shape[0] for e in self._examples]))
+        self.decoder_length = float(np.mean([len(e.decoder) for e in self._examples])) - 1
+
+    def __len__(self) -> int:
+        return len(self._examples)
+
+    @overload
+    def __getitem__(self, row: int) -> Example: ...
+    @overload
+    def __getitem__(self, row: slice | Sequence[int]) -> list[Example]: ...
+    def __getitem__(self, row: int | slice | Sequence[int]) -> Example | list[Example]:
+        if isinstance(row, slice | int | np.integer):
+            return self._examples[row]
+        return [self._examples[i] for i in row]
+
+
+Pairs = StoredPairs | PairsInMemory
 
 
 def is_written(path: Path) -> bool:

@@ -152,13 +152,13 @@ def prepare(config: UptrainConfig) -> PreparedRun:
     return run
 
 
-def prepare_in_memory(config: UptrainConfig, model: Any, window: int, distils: bool) -> PreparedRun:
-    """Check a run on a model in memory and blocks already cut.
+def prepare_in_memory(config: UptrainConfig, model: Any, window: int | None, distils: bool) -> PreparedRun:
+    """Check a run on a model in memory and blocks already cut, or pairs already encoded.
 
     Args:
         config: The run; what is about files is not read.
         model: The model.
-        window: Inputs per block.
+        window: Inputs per block; None for pairs, which have lengths of their own.
         distils: Whether a teacher takes part.
 
     Raises:
@@ -170,9 +170,16 @@ def prepare_in_memory(config: UptrainConfig, model: Any, window: int, distils: b
     ):
         if wrong:
             raise UsageError("requires a checkpoint", where=f"{name} {value}", fix="use uptrain")
-    objective = "span-corruption" if getattr(model.config, "is_encoder_decoder", False) else "next-token"
+    seq2seq = getattr(model.config, "is_encoder_decoder", False)
+    objective = PAIRS if window is None else "span-corruption" if seq2seq else "next-token"
+    if window is None and not seq2seq:
+        raise UsageError("pairs need an encoder-decoder", where="encoder", fix="give blocks of token ids")
     width = int(getattr(model.config.get_text_config(), "hidden_size", DEFAULT_WIDTH))
-    run = PreparedRun(config, plan_budget(config, window=window), objective, width, distils)
+    if window is None:
+        budget = plan_pair_budget(config, UNKNOWN_PAIRS, multiple=pairs_multiple(config))
+    else:
+        budget = plan_budget(config, window=window)
+    run = PreparedRun(config, budget, objective, width, distils)
     _check_distillation(run)
     return run
 

@@ -19,6 +19,7 @@ from ..config import TrainerOptions, UptrainConfig
 from ..config.given import require_model
 from ..config.keywords import TrainModelKeywords, UptrainKeywords
 from ..config.signature import takes_options
+from ..data.seq2seq import Example, PairEncoder
 from ..distributed import is_rank_zero, lost_processes
 from ..errors import TrainingError, UsageError, quoted
 from ..progress import Progress, reporting
@@ -29,8 +30,9 @@ from .corpus import Corpus, load_corpus
 from .distributed_training import whole_models
 from .generated import check_generated, with_generated
 from .model_prep import require_document_masking
-from .pair_corpus import load_pair_corpus
+from .pair_corpus import corpus_in_memory, load_pair_corpus
 from .pair_options import PAIRS
+from .pair_store import PairsInMemory
 from .prepare import PreparedRun, prepare, prepare_in_memory
 from .publish import manifest_with, publish_trained
 from .qlora import add_quantised_adapter, merge_quantised
@@ -93,37 +95,42 @@ def uptrain(
 @takes_options(UptrainConfig, TrainerOptions, without=("model", "out", "data"))
 def train_model(
     model: Any,
-    blocks: IdBlocks,
+    blocks: IdBlocks | Sequence[Example],
     *,
     teacher: Any = None,
-    held_out: IdBlocks | None = None,
+    held_out: IdBlocks | Sequence[Example] | None = None,
     folder: str | Path | None = None,
     collate: Collate | None = None,
+    encoder: PairEncoder | None = None,
     **options: Unpack[TrainModelKeywords],
 ) -> UptrainResult:
-    """The training of `uptrain` on a model in memory and blocks already cut.
+    """The training of `uptrain` on a model in memory and blocks already cut, or pairs already encoded.
 
     Args:
         model: A float32 model of transformers (other dtypes are widened); trained in place.
-        blocks: Token ids `[N, T + 1]`.
+        blocks: Token ids `[N, T + 1]`; with `encoder`, examples of pairs as its `encode` makes them.
         teacher: The original, another model, in the dtype it should run in; it is frozen.
-        held_out: Held-out ids `[M, T + 1]`.
+        held_out: Held-out ids `[M, T + 1]`, or examples.
         folder: Where checkpoints go; None saves none.
-        collate: Makes batches: next-token ones by default, a `SpanCollator` for encoder-decoders.
+        collate: Makes batches: next-token ones by default, a `SpanCollator` for encoder-decoders on corrupted spans.
+        encoder: Of an encoder-decoder on pairs, see `data.seq2seq.open_encoder`; `tokens` are target tokens then.
         **options: As `uptrain` takes them (`tokens` or `alpha`, `batch_tokens`, `learning_rate`, …).
 
     Returns:
         As `uptrain`, without an output.
 
+    Raises:
+        UsageError: `blocks` are of another kind, or options that do not fit.
+        DataError: No pair, or one without a target.
+
     Example:
         >>> train_model(student, blocks, teacher=original, tokens=2_000_000, batch_tokens=65_536)
+        >>> train_model(student, examples, encoder=encoder, teacher=original, tokens=100_000)
     """
     begin = time.perf_counter()
     require_model("model", model)
-    if len(getattr(blocks, "shape", ())) != 2:
-        raise UsageError(f"must be token ids [N, T + 1], not {quoted(blocks)}", where="blocks")
     config = make_config("", "", (), options)
-    run = prepare_in_memory(config, model, int(blocks.shape[1]) - 1, teacher is not None)
+    run, corpus = _in_memory(config, model, blocks, held_out, teacher is not None, collate, encoder)
     resolve_device(config.device)
     with nullcontext(str(folder)) if folder else tempfile.TemporaryDirectory() as place:
         args = build_arguments(config, run.budget, Path(place), run.width, held_out is not None)
@@ -133,13 +140,42 @@ def train_model(
         if teacher is not None:
             check_teacher(model, teacher, None)
             helper = Teacher(teacher.to(args.device))
-        collate = collate or Collator()
-        count = run.budget.steps * run.budget.blocks_per_step
-        order = BlockOrder(blocks, count, config.seed, collate)
-        corpus = Corpus(order, held_out, len(blocks) * run.budget.window, collate)
         run_dir = RunDirectory.at(Path(place)) if folder else None
         trained = train(run, args, model.float(), corpus, helper, run_dir)
     return summarise(run, trained, None if teacher is None else "in memory", begin)
+
+
+def _in_memory(
+    config: UptrainConfig,
+    model: Any,
+    blocks: Any,
+    held_out: Any,
+    distils: bool,
+    collate: Collate | None,
+    encoder: PairEncoder | None,
+) -> tuple[PreparedRun, Corpus]:
+    """The run of `train_model`, and what it trains on."""
+    if encoder is not None:
+        if collate is not None:
+            raise UsageError("has no meaning with encoder, which makes the batches", where="collate")
+        for name, rows in (("blocks", blocks), ("held_out", held_out)):
+            if rows is not None and not all(isinstance(row, Example) for row in rows):
+                raise UsageError(
+                    f"must be examples of pairs, not {quoted(rows)}",
+                    where=name,
+                    fix="encode them: [encoder.encode(pair) for pair in pairs]",
+                )
+        run = prepare_in_memory(config, model, None, distils)
+        freeze_constants(model)
+        kept = None if held_out is None else PairsInMemory(held_out, encoder)
+        return corpus_in_memory(run, PairsInMemory(blocks, encoder), kept)
+    if len(getattr(blocks, "shape", ())) != 2:
+        raise UsageError(f"must be token ids [N, T + 1], not {quoted(blocks)}", where="blocks")
+    run = prepare_in_memory(config, model, int(blocks.shape[1]) - 1, distils)
+    collate = collate or Collator()
+    count = run.budget.steps * run.budget.blocks_per_step
+    order = BlockOrder(blocks, count, config.seed, collate)
+    return run, Corpus(order, held_out, len(blocks) * run.budget.window, collate)
 
 
 def run_uptrain(config: UptrainConfig) -> UptrainResult:

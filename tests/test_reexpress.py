@@ -18,7 +18,7 @@ from architecture_proofs import (
 )
 from reexpressed_picos import IDS, NEOX, OPT, ROUNDING, ROUTES, TARGETS, H, class_of, save_source
 
-from mha2gqa import arch_conversion
+from mha2gqa import arch_conversion, convert
 from mha2gqa.checkpoints.reader import open_checkpoint
 from mha2gqa.errors import CheckpointError, UnsupportedModelError, UsageError
 
@@ -257,3 +257,73 @@ def test_qwen_as_qwen2(tmp_path: Path) -> None:
     _check_remote(config, tensors, model, tmp_path, "qwen2")
     found = arch_conversion.plan(json.loads(json.dumps(config)), tensors, 2, "qwen2")
     assert found is not None and "equal up to 64 tokens" in found.notes[0]
+
+
+class DeepseekMoe(torch.nn.Module):
+    """DeepSeekMoE's feed-forward part, by its formula: the likeliest experts weighed, and shared ones beside them."""
+
+    def __init__(
+        self, width: int, inner: int, experts: int, shared: int, chosen: int, normalise: bool
+    ) -> None:
+        super().__init__()
+        self.gate = torch.nn.Linear(width, experts, bias=False)
+        self.experts = torch.nn.ModuleList(_swiglu(width, inner) for _ in range(experts))
+        self.shared_experts = _swiglu(width, inner * shared)
+        self.chosen, self.normalise = chosen, normalise
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight, index = self.gate(x).softmax(-1).topk(self.chosen, -1)
+        weight = weight / weight.sum(-1, keepdim=True) if self.normalise else weight
+        every = torch.stack([expert(x) for expert in self.experts], -2)  # [B, T, E, D]
+        picked = every.gather(-2, index[..., None].expand(*index.shape, x.shape[-1]))
+        return (weight[..., None] * picked).sum(-2) + self.shared_experts(x)
+
+
+def _swiglu(width: int, inner: int) -> torch.nn.Module:
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    config = transformers.LlamaConfig(hidden_size=width, intermediate_size=inner)
+    return LlamaMLP(config)
+
+
+@pytest.mark.parametrize(("first", "every", "normalise"), [(1, 1, False), (0, 1, True), (1, 2, False)])
+def test_deepseek_moe_as_qwen2_moe(tmp_path: Path, first: int, every: int, normalise: bool) -> None:
+    config = {**REMOTE_SIZES, "model_type": "deepseek", "intermediate_size": 80, "num_hidden_layers": 3}
+    config |= {
+        "max_position_embeddings": 64,
+        "n_routed_experts": 6,
+        "n_shared_experts": 2,
+        "hidden_act": "silu",
+    }
+    config |= {"num_experts_per_tok": 3, "moe_intermediate_size": 24, "moe_layer_freq": every}
+    config |= {"first_k_dense_replace": first, "norm_topk_prob": normalise, "scoring_func": "softmax"}
+    torch.manual_seed(0)
+    llama = {k: config[k] for k in ("hidden_size", "intermediate_size", "num_hidden_layers", "rms_norm_eps")}
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(num_attention_heads=H, max_position_embeddings=64, **llama, **IDS)
+    )
+    for number, layer in enumerate(model.model.layers):
+        if number >= first and number % every == 0:
+            layer.mlp = DeepseekMoe(64, 24, 6, 2, 3, normalise)
+    model.float().eval()
+    make_every_weight_matter(model)
+    tensors = {name: x.clone() for name, x in model.state_dict().items()}
+    write_folder(tmp_path / "remote", config, tensors)
+    checkpoint = open_checkpoint(tmp_path / "remote")
+    found = arch_conversion.plan(checkpoint.config, checkpoint.tensors, 2, "qwen2_moe")
+    assert found is not None and "auto_map" not in found.config
+    (tmp_path / "out").mkdir()
+    arch_conversion.write(arch_conversion.ArchConvertedCheckpoint(checkpoint, found), tmp_path / "out")
+    result = load_complete(transformers.Qwen2MoeForCausalLM, tmp_path / "out")
+    ids = torch.randint(3, 90, (2, 12), generator=torch.Generator().manual_seed(1))
+    right = _logits(model, ids)
+    _assert_equal(_logits(result, ids), right)
+    _assert_equal(_cached_logits(result, ids), right)
+    for changed in ({"scoring_func": "sigmoid"}, {"n_shared_experts": None}, {"routed_scaling_factor": 2.5}):
+        with pytest.raises(UnsupportedModelError, match="Qwen2-MoE has not the same experts"):
+            arch_conversion.plan(config | changed, tensors, 2, "qwen2_moe")
+    assert arch_conversion.plan(config, tensors, 2) is None, "remote code only where asked for"
+    done = convert(tmp_path / "remote", tmp_path / "gqa", 2, method="joint", as_="qwen2_moe")
+    assert all(check.ok for check in done.verification if check.ok is not None)
+    with pytest.raises(UnsupportedModelError, match="--as qwen2_moe"):
+        convert(tmp_path / "remote", tmp_path / "other", 2)

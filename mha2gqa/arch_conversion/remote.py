@@ -164,4 +164,63 @@ def qwen(config: Mapping[str, Any], names: Iterable[str]) -> ArchConversion:
     return ArchConversion("qwen", "qwen2", new, book.finish(), notes)
 
 
-__all__ = ["baichuan", "internlm", "internlm2", "qwen"]
+def deepseek(config: Mapping[str, Any], names: Iterable[str]) -> ArchConversion:
+    """DeepSeekMoE (the first, 16B) as Qwen2-MoE: the same router, experts, and dense layers named by number.
+
+    Qwen2-MoE multiplies what its shared expert gives by the sigmoid of a gate, which DeepSeek has not: a gate of zeros
+    halves it, and a doubled down projection (exact in every dtype) makes up for that.
+    """
+    _check_deepseek(config)
+    layers, experts = number(config, "num_hidden_layers"), number(config, "n_routed_experts")
+    width = number(config, "moe_intermediate_size")
+    every, first = config.get("moe_layer_freq") or 1, config.get("first_k_dense_replace") or 0
+    dense = [layer for layer in range(layers) if layer < first or layer % every]
+    book = TensorMapBuilder(names, "model.", "embed_tokens.weight")
+    book.copy({f"model.{x}.weight": f"{x}.weight" for x in ("embed_tokens", "norm")})
+    parts = ("gate_proj", "up_proj", "down_proj")
+    for layer in range(layers):
+        at = f"layers.{layer}"
+        same = [*_NORMS, *(f"self_attn.{x}_proj" for x in "qkvo")]
+        if layer in dense:
+            same += [f"mlp.{part}" for part in parts]
+        else:
+            same += ["mlp.gate", *(f"mlp.experts.{e}.{part}" for e in range(experts) for part in parts)]
+            shared, into = f"{at}.mlp.shared_experts", f"model.{at}.mlp.shared_expert"
+            book.copy({f"{into}.{part}.weight": f"{shared}.{part}.weight" for part in parts[:2]})
+            book.add(f"{into}.down_proj.weight", lambda w: 2 * w, f"{shared}.down_proj.weight")
+            book.add(f"{into}_gate.weight", lambda w: torch.zeros_like(w[:1]), f"{at}.mlp.gate.weight")
+        book.copy({f"model.{at}.{x}.weight": f"{at}.{x}.weight" for x in same})
+    book.head("lm_head.weight", "lm_head.weight", bool(config.get("tie_word_embeddings", False)))
+    new = _llama_config(
+        config,
+        architectures=["Qwen2MoeForCausalLM"],
+        model_type="qwen2_moe",
+        qkv_bias=False,
+        num_experts=experts,
+        num_experts_per_tok=number(config, "num_experts_per_tok"),
+        moe_intermediate_size=width,
+        shared_expert_intermediate_size=width * number(config, "n_shared_experts"),
+        norm_topk_prob=bool(config.get("norm_topk_prob", False)),
+        decoder_sparse_step=1,
+        mlp_only_layers=dense,
+    )
+    return ArchConversion("deepseek", "qwen2_moe", new, book.finish())
+
+
+def _check_deepseek(config: Mapping[str, Any]) -> None:
+    """Refuse what Qwen2-MoE does not compute.
+
+    Raises:
+        UnsupportedModelError: Such a key is set.
+    """
+    plain = {"scoring_func": "softmax", "topk_method": "greedy", "routed_scaling_factor": 1.0}
+    odd = [f"{key} {config[key]}" for key, value in plain.items() if config.get(key) not in (None, value)]
+    odd += ["attention_bias"] if config.get("attention_bias") else []
+    odd += [f"no {key}" for key in ("n_routed_experts", "n_shared_experts") if not config.get(key)]
+    if odd:
+        raise UnsupportedModelError(
+            f"Qwen2-MoE has not the same experts: {', '.join(odd)}", where="model_type 'deepseek'"
+        )
+
+
+__all__ = ["baichuan", "deepseek", "internlm", "internlm2", "qwen"]

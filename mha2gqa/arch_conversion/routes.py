@@ -24,6 +24,7 @@ _ROUTES: dict[tuple[str, str], Callable[[Mapping[str, Any], Iterable[str]], Arch
     ("opt", "gpt_bigcode"): bigcode.opt,
     ("falcon", "falcon"): bigcode.falcon,
     ("baichuan", "llama"): remote.baichuan,
+    ("deepseek", "qwen2_moe"): remote.deepseek,
     ("internlm", "llama"): remote.internlm,
     ("internlm2", "llama"): remote.internlm2,
     ("qwen", "qwen2"): remote.qwen,

@@ -38,6 +38,7 @@ ARCH_CONVERSIONS: dict[str, tuple[Route, ...]] = {
     "falcon": (Route("falcon", auto=False, when="all KV heads, parallel_attn"),),
     # Their own code cannot hold fewer KV heads; the weights fit a stock class.
     "baichuan": (Route("llama", auto=False, when="the 7B models: RoPE, not ALiBi"),),
+    "deepseek": (Route("qwen2_moe", auto=False, when="softmax router, shared experts"),),
     "internlm": (Route("llama", auto=False),),
     "internlm2": (Route("llama", auto=False),),
     "qwen": (Route("qwen2", auto=False),),

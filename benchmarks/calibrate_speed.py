@@ -152,9 +152,10 @@ def _status(pid: int, field: str) -> int:
 
 def stop(process: subprocess.Popen[str]) -> None:
     """End a process and those that it started."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
+    if process.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def convert(args: argparse.Namespace, source: Path, text: Path) -> dict[str, Any]:
@@ -178,9 +179,9 @@ def convert(args: argparse.Namespace, source: Path, text: Path) -> dict[str, Any
         try:
             printed, _ = process.communicate(timeout=args.seconds)
         except subprocess.TimeoutExpired:
-            stop(process)
             return {}
         finally:
+            stop(process)
             watch.close()
     if process.returncode:
         raise SystemExit(f"exit {process.returncode}; see {args.work}/{args.name}.log")
@@ -222,6 +223,7 @@ def main() -> None:
     parser.add_argument("more", nargs="*", help="further options of convert, after --")
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended
     source, text = args.work / f"{args.shape}-{args.layers}", args.work / f"text-{args.tokens}.jsonl"
     if not (source / "config.json").exists():
         shutil.rmtree(source, ignore_errors=True)

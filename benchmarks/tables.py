@@ -18,30 +18,9 @@ from _loss_tables import OBJECTIVES, ce_weight, cost, quality, sweep
 from _markdown import markdown, measured_on
 from _quality_frontier import bars, positions, probes, same_bytes
 from _real import real
+from _speed_tables import calibrate_speed, closed_form_speed, convert_speed, decode_speed, uptrain_large
 
 RESULTS = Path(__file__).parent / "results"
-
-
-def convert_speed(record: Mapping[str, Any]) -> str:
-    """Seconds and memory of conversion beside a copy and the way by hand."""
-    names = {
-        "cp": "`cp -r`",
-        "convert": "`mha2gqa convert`",
-        "by_hand": "load, modify, `save_pretrained`",
-        "imports": "importing the model's class, nothing else",
-    }
-    seconds, memory = record["median_seconds"], record["peak_anonymous_mib"]
-    lines = [
-        [label, f"{seconds[name]:.1f}", f"{seconds[name] / seconds['cp']:.2f}", f"{memory[name]:.0f}"]
-        for name, label in names.items()
-        if name in seconds
-    ]
-    checkpoint = record["checkpoint"]
-    return (
-        f"{checkpoint['bytes'] / 1e9:.1f} GB in {checkpoint['shards']} shards, median of "
-        f"{len(record['rounds']['cp'])} rounds, each synced.\n\nMeasured on: {measured_on(record)}.\n\n"
-        + markdown(["", "seconds", "of `cp`", "anonymous memory, MiB"], lines)
-    )
 
 
 # What `uptrain_throughput.summary` calls its ratios, for readers.
@@ -158,19 +137,6 @@ def uptrain_adapters(record: Mapping[str, Any]) -> str:
     return "\n\n".join(filter(None, [about, markdown(head, lines), record.get("note", "").capitalize()]))
 
 
-def closed_form_speed(record: Mapping[str, Any]) -> str:
-    """Seconds of the closed-form stages, as many layers as the meant model has."""
-    settings, seconds = record["settings"], record["extrapolated_seconds"]
-    names = [name for name in seconds if name != "all"]
-    about = (
-        f"{record['extrapolated_to_layers']} layers of {settings['hidden']} with {settings['heads']} heads to "
-        f"G={settings['groups']}, {settings['tokens']:,} tokens ({settings['layers']} layers measured).\n\n"
-        f"Measured on: {measured_on(record)}."
-    )
-    lines = [["seconds", *(f"{seconds[name]:.0f}" for name in names), f"{seconds['all']:.0f}"]]
-    return f"{about}\n\n{markdown(['', *names, 'all'], lines)}"
-
-
 def evaluate_speed(record: Mapping[str, Any]) -> str:
     """Evaluation beside a bare forward loop, and its memory over longer text."""
     rate, memory = record["tokens_per_second"], record["memory"]
@@ -185,65 +151,6 @@ def evaluate_speed(record: Mapping[str, Any]) -> str:
     )
     table = markdown(["", "tokens/s", "of the bare loop"], lines)
     return f"{about}\n\n{table}\n\nResident memory: {grown}."
-
-
-def decode_speed(record: Mapping[str, Any]) -> str:
-    """Decoding of a model and its grouped forms: batches that were asked for, then memory budgets."""
-    setup, summary = record["setup"], record.get("summary", [])
-    forms: dict[tuple[Any, int], Mapping[str, Any]] = {}
-    for row in record["rows"]:
-        asked = row["asked_batch"] if row["kind"] == "point" else f"{row['memory_bytes'] / 1e9:g} GB"
-        forms[(asked, row["context"], row["kv_heads"])] = row  # type: ignore[index]
-    ups = {
-        (row.get("asked_batch") or f"{row['memory_bytes'] / 1e9:g} GB", row["context"], row["kv_heads"]): row
-        for row in summary
-    }
-    lines = []
-    for (asked, context, kv_heads), row in forms.items():  # type: ignore[misc]
-        up = ups.get((asked, context, kv_heads))
-        speed = row.get("tokens_per_second")
-        figures = (
-            [str(row["batch"]), f"{row['milliseconds_per_step']:.2f}", f"{speed:,.0f}"]
-            if speed
-            else ["", row.get("reason", "failed"), ""]
-        )
-        faster = [f"{up['speed_up']:.2f}", f"{up['predicted']:.2f}"] if up else ["", ""]
-        lines.append([str(asked), f"{context:,}", str(kv_heads), *figures, *faster])
-    about = (
-        f"A Llama of {setup['layers']} layers, width {setup['hidden']:,}, {setup['heads']} heads, {setup['dtype']}; a "
-        f"copy on the device moves {setup['copy_bandwidth'] / 1e9:,.0f} GB/s.\n\n"
-        f"Measured on: {measured_on({'hardware': {'gpu': setup['device']}, 'versions': setup['versions']})}."
-    )
-    head = [
-        "batch or memory",
-        "context",
-        "KV heads",
-        "batch",
-        "ms per step",
-        "tokens/s",
-        "times",
-        "bytes predict",
-    ]
-    return f"{about}\n\n{markdown(head, lines)}"
-
-
-def calibrate_speed(record: Mapping[str, Any]) -> str:
-    """Calibrated conversion of large models: time and memory of the product's own command."""
-    lines = [
-        [
-            f"{row['name']}: {row['layers']} layers of {row['shape']} to G={row['groups']}"
-            + (f", in {row['commands']} commands" if row["commands"] > 1 else ""),
-            f"{row['processes']} x {row['gpu']}",
-            f"{row['calibration_tokens']:,}",
-            f"{row['seconds_per_layer']:.1f}",
-            f"{row['whole_model_minutes']:.0f}" + (" (extrapolated)" if row["extrapolated"] else ""),
-            f"{row['gpu_gib']:.1f}",
-            f"{row['host_anonymous_gib']:.1f}",
-        ]
-        for row in record["rows"]
-    ]
-    head = ["", "GPUs", "tokens", "seconds a layer", "minutes", "GiB of GPU", "GiB of host"]
-    return f"mha2gqa {record['versions']['mha2gqa']}, torch {record['versions']['torch']}.\n\n{markdown(head, lines)}"
 
 
 def walk_quality(record: Mapping[str, Any]) -> str:
@@ -278,6 +185,7 @@ RENDERERS: dict[str, Sequence[Callable[[Mapping[str, Any]], str]]] = {
     "benchmarks/closed_form_speed.py": (closed_form_speed,),
     "benchmarks/calibrate_speed.py": (calibrate_speed,),
     "benchmarks/decode_speed.py": (decode_speed,),
+    "benchmarks/uptrain_large.py": (uptrain_large,),
     "benchmarks/evaluate_speed.py": (evaluate_speed,),
     "benchmarks/paper_groups.py": (sweep,),
     "benchmarks/real/suite.py": (real,),

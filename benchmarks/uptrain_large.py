@@ -15,6 +15,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -81,8 +82,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         try:
             process.communicate(timeout=args.seconds)
         except subprocess.TimeoutExpired:
-            stop(process)
+            pass
         finally:
+            stop(process)
             watch.close()
     seconds = time.monotonic() - began
     rates = speeds(log)
@@ -128,6 +130,7 @@ def main() -> None:
     parser.add_argument("more", nargs="*", help="further options of uptrain, after --")
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if args.prepare:
         prepare(args)

@@ -107,6 +107,27 @@ def test_kernels_are_offered_where_parts_are_even_and_long_enough() -> None:
     assert {k.splits for k in fixed_cache.candidates(1024)} == {1, 2, 4, 8}
     assert {k.splits for k in fixed_cache.candidates(4095)} == {1}
     assert str(fixed_cache.Kernel("FLASH_ATTENTION", 4)) == "flash in 4 parts"
+    names = {backend.name for kernel in fixed_cache.candidates(4096) for backend in kernel.backends}
+    assert names == {"FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION"}
+
+
+@torch.inference_mode()
+def test_the_fastest_kernel_is_found_among_those_that_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search of a GPU, with the clock and the waiting of a CPU."""
+    part = fixed_cache.LayerCache(2, 2, 256, (16, 16), torch.zeros(1))
+    tried = []
+
+    def timed(call: Any) -> float:
+        output = call()
+        assert output.shape == (2, 4, 1, 16)
+        tried.append(call.args[-1])
+        return 1.0 / len(tried)
+
+    monkeypatch.setattr(fixed_cache, "timed", timed)
+    kernel, seconds = fixed_cache.quickest(part, 4)
+    assert kernel.splits == 2 and tried[-1] == 2  # the last is the fastest here
+    assert set(seconds) >= {"flash", "flash in 2 parts"}
+    assert fixed_cache.fastest(part, 4) == (fixed_cache.Kernel(), {})  # nothing to choose without a GPU
 
 
 @pytest.mark.parametrize("splits", [1, 2])

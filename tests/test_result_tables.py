@@ -80,40 +80,56 @@ def test_a_ledger_can_be_the_headline(tmp_path: Path) -> None:
 
 def test_decoding_is_rendered_beside_what_bytes_predict(tmp_path: Path) -> None:
     point = {"kind": "point", "asked_batch": 4, "context": 2048}
-    timed = {**point, "batch": 4, "milliseconds_per_step": 2.5, "tokens_per_second": 1600.0}
+    timed = {**point, "batch": 4, "milliseconds_per_step": 2.5, "tokens_per_second": 1600.0, "head_dim": 64}
+    timed |= {"share_of_bandwidth": 0.71, "wide": 1}
+    wide = {"groups": 2, "wide": 2, "kv_heads": 1, "head_dim": 128}
     record = {
         "setup": {
             "layers": 2, "hidden": 64, "heads": 8, "dtype": "bfloat16", "device": "GPU", "copy_bandwidth": 2e12,
             "versions": {"torch": "2.11.0"}, "command": "python benchmarks/decode_speed.py",
         },
         "rows": [
-            timed | {"kv_heads": 8},
-            timed | {"kv_heads": 2, "tokens_per_second": 4000.0},
-            {"kind": "budget", "memory_bytes": 24e9, "context": 4096, "kv_heads": 8, "reason": "does not fit"},
+            timed | {"kv_heads": 8, "groups": 8},
+            timed | {"kv_heads": 2, "groups": 2, "tokens_per_second": 4000.0},
+            timed | wide,
+            {"kind": "budget", "memory_bytes": 24e9, "context": 4096, "kv_heads": 8, "groups": 8, "wide": 1,
+             "head_dim": 64, "reason": "does not fit"},
         ],
-        "summary": [{**point, "kv_heads": 2, "speed_up": 2.5, "predicted": 2.6}],
+        "summary": [
+            {**point, "groups": 2, "wide": 1, "speed_up": 2.5, "predicted": 2.6},
+            {**point, **wide, "speed_up": 2.4, "predicted": 2.5, "step_over_plain": 1.04},
+        ],
     }  # fmt: skip
     path = tmp_path / "decode_speed.json"
     path.write_text(json.dumps(record))
     (text,) = tables.tables(path)
-    assert "| 4 | 2,048 | 8 | 4 | 2.50 | 1,600 |  |  |" in text
-    assert "| 4 | 2,048 | 2 | 4 | 2.50 | 4,000 | 2.50 | 2.60 |" in text
-    assert "| 24 GB | 4,096 | 8 |  | does not fit |  |  |  |" in text and "moves 2,000 GB/s" in text
+    assert "| 4 | 2,048 | 8 x 64 | 4 | 2.50 | 1,600 | 71% |  |  |  |" in text
+    assert "| 4 | 2,048 | 2 x 64 | 4 | 2.50 | 4,000 | 71% | 2.50 | 2.60 |  |" in text
+    assert "| 4 | 2,048 | 1 x 128 | 4 | 2.50 | 1,600 | 71% | 2.40 | 2.50 | 1.04 |" in text
+    assert (
+        "| 24 GB | 4,096 | 8 x 64 |  | does not fit |  |  |  |  |  |" in text and "moves 2,000 GB/s" in text
+    )
 
 
 def test_calibrated_conversion_says_what_is_extrapolated(tmp_path: Path) -> None:
     row = {
         "name": "default", "shape": "7b", "layers": 4, "groups": 8, "gpu": "GPU", "commands": 2, "processes": 1, "calibration_tokens": 524_288,
         "seconds_per_layer": 12.34, "whole_model_minutes": 9.6, "extrapolated": True, "gpu_gib": 20.0,
-        "host_anonymous_gib": 7.5,
+        "host_anonymous_gib": 7.5, "host_pinned_gib": 12.0, "options": [], "stage_seconds": {"statistics": 8.0, "fit": 40.0},
     }  # fmt: skip
+    two = row | {"name": "two", "processes": 2, "commands": 1, "seconds_per_layer": 6.17}
+    two |= {"stage_seconds": {"statistics": 5.0, "fit": 20.0}}
     record = {
         "command_line": "python benchmarks/calibrate_speed.py",
         "versions": {"mha2gqa": "1", "torch": "2"},
-        "rows": [row],
+        "rows": [row, two],
     }
     path = tmp_path / "calibrate_speed.json"
     path.write_text(json.dumps(record))
     (text,) = tables.tables(path)
     named = "default: 4 layers of 7b to G=8, in 2 commands | 1 x GPU"
-    assert f"| {named} | 524,288 | 12.3 | 10 (extrapolated) | 20.0 | 7.5 |" in text
+    assert f"| {named} | 524,288 | 12.3 | 10 (extrapolated) | 20.0 | 7.5 | 12.0 |" in text
+    assert (
+        "`two` beside `default`: a layer 2.00 times as fast on 2 GPUs" in text
+        and "which they share, 1.92 times" in text
+    )

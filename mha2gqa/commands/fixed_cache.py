@@ -52,7 +52,7 @@ class Kernel:
     @property
     def backends(self) -> list[SDPBackend]:
         """What torch may choose from."""
-        return [SDPBackend[self.backend]] if self.backend else BACKENDS
+        return [getattr(SDPBackend, self.backend)] if self.backend else BACKENDS
 
     def __str__(self) -> str:
         name = self.backend.lower().removesuffix("_attention") or "torch's choice"
@@ -213,30 +213,29 @@ def candidates(slots: int) -> list[Kernel]:
     return whole + [Kernel("FLASH_ATTENTION", n) for n in split]
 
 
-def fastest(part: LayerCache, heads: int, scaling: float | None = None) -> tuple[Kernel, dict[str, float]]:
+def fastest(part: LayerCache, heads: int) -> tuple[Kernel, dict[str, float]]:
+    """`quickest` on a GPU; elsewhere torch's own choice, and no seconds."""
+    return quickest(part, heads) if part.key.device.type == "cuda" else (Kernel(), {})
+
+
+def quickest(part: LayerCache, heads: int) -> tuple[Kernel, dict[str, float]]:
     """The kernel that attends fastest to a layer's cache, and the seconds of each that can.
 
     Args:
         part: The layer's cache.
         heads: Query heads H.
-        scaling: Of the logits.
 
     Returns:
-        The kernel; torch's own choice and {} where none can be told apart (no GPU).
+        The kernel; torch's own choice where none of ours runs.
     """
-    device = part.key.device
-    if device.type != "cuda":
-        return Kernel(), {}
-    query = torch.zeros(
-        part.key.shape[0], heads, 1, part.key.shape[3], dtype=part.key.dtype, device=device
-    ).normal_()
+    batch, _, slots, width = part.key.shape
+    query = torch.zeros(batch, heads, 1, width, dtype=part.key.dtype, device=part.key.device).normal_()
     found: dict[Kernel, float] = {}
-    for kernel in candidates(part.key.shape[2]):
+    for kernel in candidates(slots):
         with suppress_refusal(), sdpa_kernel(kernel.backends):
-            found[kernel] = timed(partial(one_token, query, part.key, part.value, scaling, kernel.splits))
-    if not found:
-        return Kernel(), {}
-    return min(found, key=found.__getitem__), {str(kernel): seconds for kernel, seconds in found.items()}
+            found[kernel] = timed(partial(one_token, query, part.key, part.value, None, kernel.splits))
+    best = min(found, key=found.__getitem__) if found else Kernel()
+    return best, {str(kernel): seconds for kernel, seconds in found.items()}
 
 
 @contextmanager
@@ -251,13 +250,21 @@ def suppress_refusal() -> Iterator[None]:
 
 
 def timed(call: Callable[[], Any]) -> float:
-    """Seconds of one of several calls on a GPU that are waited for together."""
-    for _ in range(3):
-        call()
+    """Seconds of one of several calls on a GPU, as one CUDA graph: what launching them costs is left out."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(TRIALS):
+            call()
+    graph.replay()
     torch.cuda.synchronize()
     began = time.perf_counter()
-    for _ in range(TRIALS):
-        call()
+    graph.replay()
     torch.cuda.synchronize()
     return (time.perf_counter() - began) / TRIALS
 

@@ -27,8 +27,9 @@ DEVICES, SHARDED = (1, 2, 4, 8), ("all", "attention")  # adapters do not train u
 CARDS = (1, 2)  # that prices are told for
 WINDOW = 2048
 BLOCKS = (8, 4, 2, 1)  # of a forward pass of one process: the most that fit are taken
-# What a token keeps in each layer for the backward pass, as multiples of the widths D and F.
-HIDDEN_BYTES, FEED_BYTES = 15, 7
+# What a token keeps in each layer for the backward pass, as multiples of the widths D and F: in compiled layers, which
+# long runs have, and without.
+KEPT_BYTES = {True: (15, 7), False: (45, 14)}
 LOGIT_BYTES = 1.5e9  # of a chunk of logits, its gradient and CUDA's context
 TRAIN_FLOPS = 5.5e14  # sustained by an H100 or H200 in bfloat16, operations per second
 CARDS_SHARE = 0.94  # of a further card that is used
@@ -72,10 +73,10 @@ class Sizes:
         frozen = max(0, self.multiplied - self.trained[train])
         return 3 * forward - 2 * frozen + 2 * self.teacher_multiplied + self.attention_flops
 
-    @property
-    def token_bytes(self) -> float:
+    def token_bytes(self, compiled: bool = True) -> float:
         """What a token of a forward pass keeps for the backward pass."""
-        return self.layers * (HIDDEN_BYTES * self.hidden + FEED_BYTES * self.feed)
+        hidden, feed = KEPT_BYTES[compiled]
+        return self.layers * (hidden * self.hidden + feed * self.feed)
 
 
 def training_price(
@@ -147,6 +148,7 @@ def device_bytes(
     micro_tokens: int,
     optimiser: str = "adamw_torch_fused",
     teacher: bool = True,
+    compiled: bool = True,
 ) -> float:
     """Of one device: its share of the student's state (FSDP), the whole teacher, and a forward pass.
 
@@ -157,11 +159,12 @@ def device_bytes(
         micro_tokens: Tokens of a forward pass of one process.
         optimiser: A key of `OPTIMISERS`.
         teacher: Whether there is one.
+        compiled: Whether layers are compiled, as in long runs.
     """
     copies = AUTOCAST_BYTES * sizes.trained[train] if gpus == 1 else 0
     whole = FROZEN_BYTES * sizes.teacher if teacher else 0
     share = sizes.state(train, optimiser) / gpus
-    return share + copies + whole + sizes.token_bytes * micro_tokens + LOGIT_BYTES
+    return share + copies + whole + sizes.token_bytes(compiled) * micro_tokens + LOGIT_BYTES
 
 
 def tokens_per_second(sizes: Sizes, train: str, gpus: int = 1, teacher: bool = True) -> float:

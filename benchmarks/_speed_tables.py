@@ -1,0 +1,175 @@
+"""Tables of conversion, calibration, decoding and uptraining speed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from _markdown import markdown, measured_on
+
+Record = Mapping[str, Any]
+
+
+def convert_speed(record: Record) -> str:
+    """Seconds and memory of conversion beside a copy and the way by hand; of several sizes, what each gigabyte costs."""
+    if "sizes" in record:
+        return _convert_sizes(record)
+    names = {
+        "cp": "`cp -r`",
+        "convert": "`mha2gqa convert`",
+        "by_hand": "load, modify, `save_pretrained`",
+        "imports": "importing the model's class, nothing else",
+    }
+    seconds, memory = record["median_seconds"], record["peak_anonymous_mib"]
+    lines = [
+        [label, f"{seconds[name]:.1f}", f"{seconds[name] / seconds['cp']:.2f}", f"{memory[name]:.0f}"]
+        for name, label in names.items()
+        if name in seconds
+    ]
+    checkpoint = record["checkpoint"]
+    return (
+        f"{checkpoint['bytes'] / 1e9:.1f} GB in {checkpoint['shards']} shards, median of "
+        f"{len(record['rounds']['cp'])} rounds, each synced.\n\nMeasured on: {measured_on(record)}.\n\n"
+        + markdown(["", "seconds", "of `cp`", "anonymous memory, MiB"], lines)
+    )
+
+
+def _convert_sizes(record: Record) -> str:
+    rows, made = record["sizes"], record["lines"]
+    lines = [
+        [
+            f"{row['checkpoint']['bytes'] / 1e9:.1f} GB",
+            f"{row['median_seconds']['cp']:.1f}",
+            f"{row['median_seconds']['convert']:.1f}",
+            f"{row['convert_over_cp']:.2f}",
+            f"{max(row['peak_anonymous_mib'].values()):.0f}",
+        ]
+        for row in rows
+    ]
+    cp, convert = made["cp"], made["convert"]
+    return (
+        f"Median of {len(rows[0]['rounds']['cp'])} rounds, each synced; load average {rows[0]['load_average'][0]} to "
+        f"{rows[-1]['load_average'][0]}.\n\nMeasured on: {measured_on(record)}.\n\n"
+        + markdown(["", "`cp -r`, s", "`convert`, s", "of `cp`", "anonymous memory, MiB"], lines)
+        + f"\n\nThe straight line through them: `convert` takes {convert['start_seconds']:.1f} s and "
+        f"{convert['seconds_per_gb']:.2f} s for each further 10^9 bytes, `cp` {cp['start_seconds']:.1f} s and "
+        f"{cp['seconds_per_gb']:.2f} s: {made['convert_over_cp']['per_gb']:.2f} times as long per gigabyte."
+    )
+
+
+def closed_form_speed(record: Record) -> str:
+    """Seconds of the closed-form stages, as many layers as the meant model has."""
+    settings, seconds = record["settings"], record["extrapolated_seconds"]
+    names = [name for name in seconds if name != "all"]
+    about = (
+        f"{record['extrapolated_to_layers']} layers of {settings['hidden']} with {settings['heads']} heads to "
+        f"G={settings['groups']}, {settings['tokens']:,} tokens ({settings['layers']} layers measured).\n\n"
+        f"Measured on: {measured_on(record)}."
+    )
+    lines = [["seconds", *(f"{seconds[name]:.0f}" for name in names), f"{seconds['all']:.0f}"]]
+    return f"{about}\n\n{markdown(['', *names, 'all'], lines)}"
+
+
+def _asked(row: Record) -> str:
+    """The batch or the memory that a decode row was asked for."""
+    return str(row["asked_batch"]) if row["kind"] == "point" else f"{row['memory_bytes'] / 1e9:g} GB"
+
+
+def decode_speed(record: Record) -> str:
+    """Decoding of a model and its grouped forms: batches that were asked for, then memory budgets."""
+
+    def key(row: Record) -> tuple[Any, ...]:
+        return _asked(row), row["context"], row["groups"], row["wide"]
+
+    setup, ups = record["setup"], {key(row): row for row in record.get("summary", [])}
+    lines = []
+    for row in record["rows"]:
+        up = ups.get(key(row), {})
+        timed = row.get("tokens_per_second")
+        cells = (
+            [
+                str(row["batch"]),
+                f"{row['milliseconds_per_step']:.2f}",
+                f"{timed:,.0f}",
+                f"{row['share_of_bandwidth']:.0%}",
+            ]
+            if timed
+            else ["", row.get("reason", "failed"), "", ""]
+        )
+        cells += [f"{up[name]:.2f}" if name in up else "" for name in ("speed_up", "predicted")]
+        beside = up.get("step_over_plain" if row["kind"] == "point" else "tokens_over_plain")
+        cells.append("" if beside is None else f"{beside:.2f}")
+        heads = f"{row['kv_heads']} x {row['head_dim']}"
+        lines.append([_asked(row), f"{row['context']:,}", heads, *cells])
+    about = (
+        f"A Llama of {setup['layers']} layers, width {setup['hidden']:,}, {setup['heads']} heads, {setup['dtype']}; a "
+        f"copy on the device moves {setup['copy_bandwidth'] / 1e9:,.0f} GB/s. *Of plain*: a step of wide heads beside one of "
+        "plain heads with the same cache, or their tokens/s in the same memory.\n\n"
+        f"Measured on: {measured_on({'hardware': {'gpu': setup['device']}, 'versions': setup['versions']})}."
+    )
+    head = ["batch or memory", "context", "KV heads", "batch", "ms per step", "tokens/s", "of the copy"]
+    return f"{about}\n\n{markdown([*head, 'times', 'bytes predict', 'of plain'], lines)}"
+
+
+def calibrate_speed(record: Record) -> str:
+    """Calibrated conversion of large models: time and memory of the product's own command."""
+    lines = [
+        [
+            f"{row['name']}: {row['layers']} layers of {row['shape']} to G={row['groups']}"
+            + (f", in {row['commands']} commands" if row["commands"] > 1 else ""),
+            f"{row['processes']} x {row['gpu']}",
+            f"{row['calibration_tokens']:,}",
+            f"{row['seconds_per_layer']:.1f}",
+            f"{row['whole_model_minutes']:.0f}" + (" (extrapolated)" if row["extrapolated"] else ""),
+            f"{row['gpu_gib']:.1f}",
+            f"{row['host_anonymous_gib']:.1f}",
+            f"{row['host_pinned_gib']:.1f}" if "host_pinned_gib" in row else "",
+        ]
+        for row in record["rows"]
+    ]
+    head = ["", "GPUs", "tokens", "seconds a layer", "minutes", "GiB of GPU", "GiB of host", "pinned"]
+    about = f"mha2gqa {record['versions']['mha2gqa']}, torch {record['versions']['torch']}."
+    return "\n\n".join([about, markdown(head, lines), *_scaling(record["rows"])])
+
+
+def _scaling(rows: Sequence[Record]) -> list[str]:
+    """What several GPUs gained over one in the same work."""
+    said = []
+    for row in rows:
+        same = ("shape", "layers", "groups", "calibration_tokens", "options", "gpu")
+        one = [r for r in rows if r["processes"] == 1 and all(r[key] == row[key] for key in same)]
+        if row["processes"] == 1 or not one:
+            continue
+        shared = [sum(r["stage_seconds"][s] for s in ("statistics", "fit")) for r in (one[0], row)]
+        said.append(
+            f"`{row['name']}` beside `{one[0]['name']}`: a layer {one[0]['seconds_per_layer'] / row['seconds_per_layer']:.2f} "
+            f"times as fast on {row['processes']} GPUs; second moments and fits, which they share, "
+            f"{shared[0] / shared[1]:.2f} times; the search of groupings is rank 0's."
+        )
+    return said
+
+
+def uptrain_large(record: Record) -> str:
+    """Uptraining of large models: speed and memory of the product's own command."""
+    lines = [
+        [
+            f"`--train {row['train']}`",
+            _optimiser(row["options"]),
+            f"{row['processes']} x {row['gpu']}",
+            f"{row['batch_tokens']:,}",
+            "" if row["tokens_per_second"] is None else f"{row['tokens_per_second']:,.0f}",
+            f"{row['gpu_gib']:.1f}",
+        ]
+        for row in record["rows"]
+    ]
+    row = record["rows"][0]
+    about = (
+        f"{row['layers']} layers of {row['shape']}, GQA-{row['groups']} with the original as teacher in bfloat16, random "
+        f"weights, windows of {row['window']:,}.\n\nMeasured on: {measured_on(record)}."
+    )
+    head = ["", "optimiser", "GPUs", "tokens a step", "tokens/s", "GiB of each GPU"]
+    return f"{about}\n\n{markdown(head, lines)}"
+
+
+def _optimiser(options: Sequence[str]) -> str:
+    return next((x.removeprefix("optim=") for x in options if x.startswith("optim=")), "adamw_torch_fused")

@@ -15,6 +15,7 @@ RESULTS, PAGE = ROOT / "benchmarks/results/engines.json", ROOT / "docs/serving.m
 WHAT = {
     "llama-g4": "Llama, 16 → 4 heads",
     "llama-g1": "Llama, 16 → 1 head",
+    "llama-w2g4": "Llama, 16 → 2 heads twice as wide",
     "qwen2-g2": "Qwen2, 8 → 2",
     "olmo2-g2": "OLMo 2, 8 → 2",
     "olmo2-g2-untied": "OLMo 2, 8 → 2, `--untie`",
@@ -76,8 +77,6 @@ LIMITS = """
   converters of llama.cpp, CTranslate2 and onnxruntime-genai read those factors for Phi-3 only, so `mha2gqa export`
   refuses wide heads; vLLM's longrope wants all of a head rotary (not Phi). `bench` and `plan --wide` say what a
   step costs. With more tensor-parallel ranks than KV heads, wide heads save nothing.
-- **Rotary scaling of OLMo and OLMo 2 under transformers 4**: its classes accept the keys `type` and `factor` only,
-  and refuse others with an error.
 
 ## What to type
 

@@ -50,6 +50,7 @@ class Model:
 MODELS = {
     "llama-g4": Model("ref-llama-30m", ("--groups", "4")),
     "llama-g1": Model("ref-llama-30m", ("--groups", "1")),
+    "llama-w2g4": Model("ref-llama-30m", ("--groups", "4", "--wide", "2")),
     "qwen2-g2": Model("ref-qwen2-5m", ("--groups", "2"), pre_tokenizer="qwen2"),
     "olmo2-g2": Model("ref-olmo2-5m", ("--groups", "2")),
     "olmo2-g2-untied": Model("ref-olmo2-5m", ("--groups", "2", "--untie")),

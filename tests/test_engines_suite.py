@@ -99,7 +99,7 @@ def test_decode_rows_are_kept_and_compared_with_what_bytes_predict(
         timed.append((heads, batch))
         return {
             "batch": batch, "tokens_per_second": 100.0 / heads, "milliseconds_per_step": 1.0, "step": "s",
-            "step_bytes": 1000 * heads, "share_of_bandwidth": 0.5, "warnings": [],
+            "step_bytes": 1000 * heads, "share_of_bandwidth": 0.5, "attention": "sdpa", "warnings": [],
         }  # fmt: skip
 
     monkeypatch.setattr(speed, "decode_row", row)

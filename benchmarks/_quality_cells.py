@@ -288,21 +288,23 @@ def chosen_rate(cell: Cell, kind: str, entries: Entries) -> float:
     return min(alike, key=lambda e: (abs(math.log(e["groups"] / cell.groups)), e["loss"]))["rate"]
 
 
-def rates_pending(cell: Cell, cells: Sequence[Cell], entries: Entries, failed: set[str]) -> bool:
-    """Whether a rate that `cell` uses is still being tuned."""
-    if cell.start == "original" and not cell.objective:
-        return False
+def rates_pending(
+    cell: Cell, cells: Sequence[Cell], entries: Entries, failed: set[str], plan: Sequence[Cell] = ()
+) -> bool:
+    """Whether a rate that `cell` uses is still being tuned by `cells`, or was never tuned though `plan` does."""
     kinds = set(cell.kinds) - {cell.tunes}
     if cell.tunes:  # a rate is tuned on top of those before it
         kinds &= {"fit"} if cell.tunes in ("kd", "e2e") else set()
-    return any(
-        other.tunes in kinds
-        and other.start == cell.start
-        and (other.wide > 1) == (cell.wide > 1)
-        and other.key not in entries
-        and other.key not in failed
-        for other in cells
-    )
+
+    def left(kind: str, those: Sequence[Cell]) -> tuple[list[Cell], list[Cell]]:
+        alike = [c for c in those if (c.tunes, c.start, c.wide > 1) == (kind, cell.start, cell.wide > 1)]
+        return alike, [c for c in alike if c.key not in entries and c.key not in failed]
+
+    for kind in kinds:
+        all_of_it, missing = left(kind, plan)
+        if left(kind, cells)[1] or (all_of_it and missing == all_of_it):
+            return True
+    return False
 
 
 def rates_of(cell: Cell, entries: Entries) -> dict[str, float]:

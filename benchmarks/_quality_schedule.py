@@ -42,9 +42,16 @@ class Scratch:
 
 
 def next_cell(
-    cells: Sequence[Cell], ledger: Ledger, scratch: Scratch, left: float
+    cells: Sequence[Cell], ledger: Ledger, scratch: Scratch, left: float, plan: Sequence[Cell] = ()
 ) -> tuple[Cell | None, bool]:
-    """The most wanted cell that can be measured now in `left` seconds, and whether others are at work."""
+    """The most wanted cell that can be measured now in `left` seconds, and whether others are at work.
+
+    Args:
+        cells: Those wanted, most wanted first.
+        ledger, scratch: What is there.
+        left: Seconds.
+        plan: All cells; one whose rate the plan tunes waits until some rate was tried.
+    """
     entries, failed, flops = ledger.entries(), ledger.failed(), ledger.flops()
     claimed = ledger.claimed(cell.key for cell in cells)
     done = entries.keys() - (superseded(entries) - claimed)
@@ -53,7 +60,7 @@ def next_cell(
     for cell in cells:
         if cell.key in done or cell.key in claimed or (cell.waits_for and cell.waits_for not in flops):
             continue
-        if rates_pending(cell, cells, entries, failed):
+        if rates_pending(cell, cells, entries, failed, plan):
             continue
         missing = scratch.missing(cell, entries)
         if in_the_making.isdisjoint(missing) and expected(cell, missing, entries) <= left:

@@ -29,7 +29,7 @@ import torch
 import transformers
 from _common import hardware
 from _quality_bench import Bench
-from _quality_cells import E2E_TOKENS, Cell, planned
+from _quality_cells import E2E_TOKENS, Cell, planned, rates_pending
 from _quality_ledger import Ledger
 from _quality_schedule import Scratch, next_cell
 
@@ -45,21 +45,21 @@ def log(message: str) -> None:
 # --- workers -------------------------------------------------------------------------------------------
 
 
-def cells_of(args: argparse.Namespace) -> list[Cell]:
-    """All cells of the ledger."""
+def cells_of(args: argparse.Namespace) -> tuple[list[Cell], list[Cell]]:
+    """The cells that are wanted, and all of the plan."""
     config = load_config_json(args.model)
     heads = config.get("num_key_value_heads") or config["num_attention_heads"]
     cells = planned(heads, args.groups, tuple(args.tokens), args.seeds, tuple(args.bold), args.wide)
-    return [cell for cell in cells if any(re.search(word, cell.key) for word in args.only)]
+    return [cell for cell in cells if any(re.search(word, cell.key) for word in args.only)], cells
 
 
 def work(args: argparse.Namespace) -> None:
     """Measure rows until none is left that would be done in time."""
     transformers.utils.logging.disable_progress_bar()
-    ledger, cells, bench = ledger_of(args), cells_of(args), None
-    scratch = Scratch(args.work)
+    ledger, (cells, plan), bench = ledger_of(args), cells_of(args), None
+    scratch, plan = Scratch(args.work), [] if args.untuned else plan
     while True:
-        cell, running = next_cell(cells, ledger, scratch, args.until - time.time())
+        cell, running = next_cell(cells, ledger, scratch, args.until - time.time(), plan)
         if cell is None:
             if not running:
                 return
@@ -167,6 +167,7 @@ def parse_args(words: Sequence[str] | None = None) -> argparse.Namespace:
         default=[],
         help="ledgers whose tuning rows count, whichever code measured them",
     )
+    add("--untuned", action="store_true", help="take default rates where no rate was tried")
     add("--any-code", action="store_true", help="rows of other versions of the code count as done")
     add("--seconds", type=float, default=3600.0, help="start no row that is expected to end later")
     add("--workers", type=int, default=1, help="processes, spread over the GPUs")
@@ -192,6 +193,14 @@ def parse_args(words: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
+def untuned(args: argparse.Namespace) -> list[str]:
+    """Keys of the rows that wait for a rate that nobody tries."""
+    ledger, (cells, plan) = ledger_of(args), cells_of(args)
+    entries, failed = ledger.entries(), ledger.failed()
+    waiting = [c for c in cells if c.key not in entries and rates_pending(c, [], entries, failed, plan)]
+    return [cell.key for cell in waiting if not args.untuned]
+
+
 def main(args: argparse.Namespace) -> None:
     """What the command does."""
     if args.worker:
@@ -199,6 +208,10 @@ def main(args: argparse.Namespace) -> None:
         return
     if not args.summary:
         run(args)
+        if waiting := untuned(args):
+            log(
+                f"{len(waiting)} rows wait for rates; tune them, or give --tuned or --untuned: {waiting[0]}, …"
+            )
     print("\n".join(summary(ledger_of(args).entries())))
 
 

@@ -168,6 +168,23 @@ def test_rates_and_flops_of_earlier_code_are_known_and_its_rows_are_not(tmp_path
     assert next_of(ledger, [equal, tried]) == equal
 
 
+def test_a_row_whose_rate_was_never_tried_waits_even_where_its_tuning_is_not_wanted(tmp_path: Path) -> None:
+    row = cells.Cell("joint", 4, "fits", objective="kd", tokens=9)
+    tried = [replace(row, part="tuning", tunes="kd", rate=rate) for rate in (1e-3, 5e-4)]
+    ledger, scratch = Ledger(tmp_path / "l.jsonl", tmp_path / "claims"), Scratch(tmp_path / "work")
+    assert next_cell([row], ledger, scratch, 1e9, [*tried, row])[0] is None
+    assert next_cell([row], ledger, scratch, 1e9)[0] == row  # at the default rate, where that was asked for
+    ledger.add(entry(tried[0], rates={"fit": 3e-3, "kd": 1e-3}))
+    assert next_cell([row], ledger, scratch, 1e9, [*tried, row])[0] == row
+    wide = replace(row, wide=2)
+    assert next_cell([wide], ledger, scratch, 1e9, [*tried, replace(tried[0], wide=2), wide])[0] is None
+    args = quality_ledger.parse_args(
+        ["--model", str(tiny_model_path()), "--work", str(tmp_path), "--ledger", "n"]
+    )
+    waiting = quality_ledger.untuned(args)
+    assert "joint/G4/fits/kd-2.71M/seed0" in waiting and "original/G8/seed0" not in waiting
+
+
 def test_a_row_that_failed_is_left_and_tried_again_by_the_next_call(tmp_path: Path) -> None:
     plan = [
         cells.Cell("joint", 4, "fits", part="tuning", tunes="fit", rate=3e-3),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -9,13 +10,17 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from conftest import pico_llama, word_tokenizer
 from safetensors.torch import load_file, save_file
 from training import write_text
 
 import mha2gqa
+from mha2gqa.calibration import load_statistics
+from mha2gqa.checkpoints.reader import edit_config
 from mha2gqa.cli.commands import cli
 from mha2gqa.errors import CheckpointError, Mha2gqaError, UnsupportedModelError, UsageError
+from mha2gqa.verification.tiny_random import NO_TWIN, check_tiny_random
 
 HEAD = {"v_head.summary.weight": torch.ones(1, 32), "v_head.summary.bias": torch.zeros(1)}
 
@@ -185,3 +190,97 @@ def test_verify_against_sees_a_tensor_that_is_gone(source: Path, tmp_path: Path)
     with_tensors(tmp_path / "out", lambda s: s.update({"model.norm.weight": s["model.norm.weight"] + 1}))
     checks = mha2gqa.verify(tmp_path / "out", against=source).checks
     assert "1 tensors differ" in checks[-1].detail and "model.norm.weight" in checks[-1].detail
+
+
+def flipped(folder: Path, name: str) -> None:
+    """Change one bit of one number of a tensor, on disk."""
+    file = folder / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    length = int.from_bytes(data[:8], "little")
+    data[8 + length + json.loads(data[8 : 8 + length])[name]["data_offsets"][0]] ^= 1
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize("role", ["k_proj", "o_proj"])
+@pytest.mark.parametrize("how", [["--against"], ["--full"]])
+def test_verify_sees_a_bit_that_changed_in_what_was_made(
+    source: Path, tmp_path: Path, role: str, how: list[str]
+) -> None:
+    out, name = tmp_path / "out", f"model.layers.1.self_attn.{role}.weight"
+    mha2gqa.convert(source, out, 2, method="joint")
+    words = ["verify", str(out), *how, *([str(source)] if how == ["--against"] else [])]
+    assert CliRunner().invoke(cli, words).exit_code == 0
+    flipped(out, name)
+    result = CliRunner().invoke(cli, words)
+    assert result.exit_code == 1 and "not as they were written" in result.output and name in result.output
+
+
+def test_digests_are_of_all_that_was_made_and_nothing_else(source: Path, tmp_path: Path) -> None:
+    mha2gqa.convert(source, tmp_path / "out", 2, method="mean")
+    digests = json.loads((tmp_path / "out" / "mha2gqa.json").read_text())["digests"]
+    made = load_file(tmp_path / "out" / "model.safetensors")
+    assert sorted(digests) == sorted(name for name in made if "k_proj" in name or "v_proj" in name)
+    for name, digest in digests.items():
+        assert digest == hashlib.sha256(made[name].numpy().tobytes()).hexdigest()
+
+
+@pytest.mark.parametrize("value", [3, [], {"x": "y"}, {"x": 3}, {"x": "0" * 63}])
+def test_digests_are_read_as_anybody_may_have_written_them(source: Path, tmp_path: Path, value: Any) -> None:
+    mha2gqa.convert(source, tmp_path / "out", 2, method="mean")
+    place = tmp_path / "out" / "mha2gqa.json"
+    place.write_text(json.dumps(json.loads(place.read_text()) | {"digests": value}))
+    (check,) = [c for c in mha2gqa.verify(tmp_path / "out", full=True).checks if c.name == "as written"]
+    assert check.ok is False and "no usable digests" in check.detail
+
+
+def test_uptraining_keeps_the_digests_that_still_hold(source: Path, tmp_path: Path) -> None:
+    mha2gqa.convert(source, tmp_path / "out", 2, method="mean")
+    text = write_text(tmp_path / "text.jsonl", documents=60)
+    options: dict[str, Any] = {"tokens": 512, "window": 32, "batch_tokens": 128, "device": "cpu"}
+    mha2gqa.uptrain(
+        tmp_path / "out", tmp_path / "up", str(text), teacher="none", train="attention", **options
+    )
+    (check,) = [c for c in mha2gqa.verify(tmp_path / "up", full=True).checks if c.name == "as written"]
+    assert check.ok, check.detail
+    flipped(tmp_path / "up", "model.layers.0.self_attn.q_proj.weight")
+    (check,) = [c for c in mha2gqa.verify(tmp_path / "up", full=True).checks if c.name == "as written"]
+    assert check.ok is False and "q_proj" in check.detail
+
+
+def test_a_small_model_that_is_not_small_is_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = {**pico_llama().config.to_dict(), "num_key_value_heads": 2}
+    assert check_tiny_random(config).ok
+    monkeypatch.setattr("mha2gqa.verification.tiny_random.LARGEST", 1000)
+    found = check_tiny_random(config)
+    assert found.ok is None and "million parameters" in found.detail
+
+
+@pytest.mark.parametrize("model_type", ["evolla", "phi4_multimodal", "blt", "falcon_h1"])
+def test_no_config_keeps_the_small_model_busy(model_type: str) -> None:
+    """Evolla took 24 s, phi4_multimodal 80, falcon_h1 13, blt imported every class of transformers."""
+    from transformers import CONFIG_MAPPING
+
+    config = CONFIG_MAPPING[model_type]().to_dict() | {"model_type": model_type}
+    found = check_tiny_random(config)
+    assert found.ok or model_type in NO_TWIN
+    assert "Unrecognized configuration" not in found.detail
+
+
+@pytest.mark.parametrize("kind", ["", 3, [1], "x"])
+def test_what_should_hold_the_number_of_heads_is_no_object(source: Path, tmp_path: Path, kind: Any) -> None:
+    edit(source, model_type="gemma4_unified", text_config=kind)
+    with pytest.raises(Mha2gqaError) as caught:
+        mha2gqa.plan(source, groups=2)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(CheckpointError, match=r"text_config is .*must be an object"):
+        edit_config({"text_config": kind}, {("text_config", "num_key_value_heads"): 2})
+
+
+@pytest.mark.parametrize("about", [None, "absent", [], 3, {"notes": 3}, {"notes": [3]}])
+def test_statistics_that_say_nothing_usable_of_their_text(tmp_path: Path, about: Any) -> None:
+    head: dict[str, Any] = {"schema_version": 1, "sites": {}}
+    if about != "absent":
+        head["about"] = about
+    save_file({"x": torch.zeros(1)}, tmp_path / "s.safetensors", {"mha2gqa": json.dumps(head)})
+    with pytest.raises(UsageError, match="not a statistics file of ours"):
+        load_statistics(tmp_path / "s.safetensors")

@@ -209,6 +209,23 @@ def test_n07_an_index_beside_the_file_it_names(model: Path, tmp_path: Path) -> N
     refused(model, tmp_path / "no", "remove the stale one")
 
 
+@pytest.mark.parametrize("flag", [0x1, 0x20, 0x40, 0x2000])
+def test_n08_a_pickle_with_a_record_that_is_encrypted(model: Path, tmp_path: Path, flag: int) -> None:
+    state = weights(model)
+    (model / "model.safetensors").unlink()
+    file = model / "pytorch_model.bin"
+    torch.save(state, file)
+    data = bytearray(file.read_bytes())
+    with zipfile.ZipFile(file) as archive:
+        place = next(i.header_offset for i in archive.infolist() if i.filename.endswith("data/3"))
+        name = next(i.filename for i in archive.infolist() if i.filename.endswith("data/3")).encode()
+    entry = data.rindex(name) - 46  # of the directory at the end
+    for at in (place + 6, entry + 8):
+        data[at : at + 2] = (int.from_bytes(data[at : at + 2], "little") | flag).to_bytes(2, "little")
+    file.write_bytes(data)
+    refused(model, tmp_path / "out", "not readable")
+
+
 def test_n08_a_pickle_of_before_2020(model: Path, whole: Path, tmp_path: Path) -> None:
     (model / "model.safetensors").unlink()
     file = model / "pytorch_model.bin"

@@ -23,7 +23,9 @@ def old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_old_manifest_is_verified(old: Path) -> None:
-    assert all(check.ok for check in mha2gqa.verify("converted", against="pico").checks)
+    found = mha2gqa.verify("converted", against="pico")
+    assert found.ok and [check.name for check in found.checks if not check.ok] == ["as written"]
+    assert "records no digests" in next(c.detail for c in found.checks if c.ok is None)
 
 
 def test_old_statistics_give_the_grouping_they_gave(old: Path) -> None:

@@ -544,7 +544,7 @@ def test_push_verifies_first_and_uploads_only_when_asked(
     done = push(out, "me/model", private=True)
     assert done.url == "https://hub.example/commit/1" and [name for name, _ in calls] == ["create", "upload"]
     assert calls[0][1] == {"repo": "me/model", "private": True, "exist_ok": True}
-    assert calls[1][1]["repo_id"] == "me/model" and ".*" in calls[1][1]["ignore_patterns"]
+    assert calls[1][1]["repo_id"] == "me/model" and calls[1][1]["allow_patterns"] == done.files
     (out / "model.safetensors").write_bytes(b"x")
     with pytest.raises(CheckpointError, match="nothing was uploaded"):
         push(out, "me/model")

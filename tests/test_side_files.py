@@ -18,6 +18,7 @@ from mha2gqa.checkpoints.side_files import KNOWN, find_side_files
 from mha2gqa.commands.push import push
 from mha2gqa.conversion.checkpoint import convert
 from mha2gqa.errors import CheckpointError, Mha2gqaError, UsageError
+from mha2gqa.report.terminal import render
 
 ROOT = Path(__file__).parents[1]
 
@@ -228,6 +229,25 @@ def test_what_is_pushed_says_nothing_of_this_machine(
     assert manifest["source_path"] == "../pico" and manifest["source"] == "pico"
     assert read_manifest(converted)["source_path"] == str(tmp_path / "pico")
     assert read_manifest(converted)["calibration"]["texts"] == [str(tmp_path / "data" / "text.jsonl")]
+
+
+def test_what_is_pushed_is_the_model_alone(converted: Path) -> None:
+    strays = (
+        "train.json", "events.out.tfevents.1", "notes.txt", "checkpoint-5/model.safetensors", "wandb/run.log",
+        "adapter/events.out", "runs/a[1].txt",
+    )  # fmt: skip
+    for name in (*strays, "adapter/adapter_config.json", "adapter/adapter_model.safetensors", "LICENSE"):
+        (converted / name).parent.mkdir(exist_ok=True)
+        (converted / name).write_text("{}")
+    (converted / "secret").symlink_to("/etc/hostname")
+    listed = push(converted, "org/name", dry_run=True)
+    assert listed.left == sorted((*strays, "secret"))
+    assert {"model.safetensors", "config.json", MANIFEST, "tokenizer.json", "README.md", "LICENSE"} <= set(
+        listed.files
+    )
+    assert {"adapter/adapter_config.json", "adapter/adapter_model.safetensors"} <= set(listed.files)
+    assert listed.to_dict()["left"] == listed.left
+    assert "not part of the model, not uploaded: adapter/events.out" in render(listed.to_dict())
 
 
 @pytest.mark.parametrize("lost", [(), (".cache",)])

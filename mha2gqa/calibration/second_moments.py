@@ -156,7 +156,7 @@ def load_statistics(path: str | Path) -> Statistics:
     try:
         with safe_open(str(path), "pt") as file:
             head = json.loads((file.metadata() or {})["mha2gqa"])
-            modules = {}
+            about, modules = _told(head["about"]), {}
             for key, flags in head["sites"].items():
                 names = {f"{key}.{name}" for name in ("inputs", "mixed", "queries")} & set(file.keys())
                 found = {name.rsplit(".", 1)[1]: _unpacked(file.get_tensor(name)) for name in names}
@@ -171,7 +171,19 @@ def load_statistics(path: str | Path) -> Statistics:
             where=f"--statistics {path}",
             fix="make it with --calibration TEXT --statistics FILE",
         ) from error
-    return Statistics(modules, head["about"])
+    return Statistics(modules, about)
+
+
+def _told(about: Any) -> dict[str, Any]:
+    """What a file says of its text.
+
+    Raises:
+        TypeError: It is nothing that `Statistics.save` writes.
+    """
+    notes = about.get("notes", []) if isinstance(about, dict) else None
+    if not isinstance(notes, list) or not all(isinstance(note, str) for note in notes):
+        raise TypeError("no usable description of its text")
+    return dict(about)
 
 
 def _packed(x: Tensor) -> Tensor:

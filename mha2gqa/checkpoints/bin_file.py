@@ -23,6 +23,7 @@ _WRAPPED = ("state_dict", "model_state_dict", "model", "module")  # what trainin
 _FIX = "save the model as safetensors first"
 _STORAGE = re.compile(r"[^/]+/data/\d+")  # the record of a storage
 _LOCAL = struct.Struct("<26xHH")  # a record's own header: lengths of its name and of its extra field
+_PACKED = 0x2061  # flags of a record: encrypted, patched, encrypted strongly, masked
 
 
 class BinFile:
@@ -167,6 +168,12 @@ def _records(file: SourceFile) -> tuple[dict[int, int], bytes]:
     found = {}
     names = [info.orig_filename for info in infos]
     for info in infos:
+        if info.flag_bits & _PACKED:
+            raise CheckpointError(
+                f"not readable ({quoted(info.orig_filename)} is encrypted)",
+                where=file.path,
+                fix="download it again",
+            )
         head = bytearray(_LOCAL.size)
         file.read_into(memoryview(head), info.header_offset)
         length, extra = _LOCAL.unpack(head)

@@ -17,6 +17,7 @@ MANIFEST = "mha2gqa.json"
 # Beside the notes that the Hub's client keeps of a local folder: it uploads nothing that lies there.
 LOCAL_PARTS = (".cache", "huggingface", "mha2gqa.json")
 SOURCE_PATH = "source_path"
+DIGESTS = "digests"  # name of each tensor that is not as in the source -> SHA-256 of its bytes
 
 # An absolute path, or one from the home folder, in a longer text. Not part of a URL or of a relative path.
 _PATH = re.compile(r"(?<![\w/:.~-])(?:~|/)(?:/?[\w.@%+=~-]+/)+[\w.@%+=~-]*")

@@ -194,6 +194,9 @@ def edit_config(config: Mapping[str, Any], changes: Mapping[tuple[str, ...], Any
         config: The raw config.
         changes: Path of keys from the root -> new value.
 
+    Raises:
+        CheckpointError: What should hold such a key is no object.
+
     Example:
         >>> edit_config({"text_config": {"a": 1}}, {("text_config", "b"): 2})
         {'text_config': {'a': 1, 'b': 2}}
@@ -203,5 +206,9 @@ def edit_config(config: Mapping[str, Any], changes: Mapping[tuple[str, ...], Any
         node = edited
         for parent in parents:
             node = node.setdefault(parent, {})
+            if not isinstance(node, dict):
+                raise CheckpointError(
+                    f"{parent} is {quoted(node)}", where="config.json", fix="it must be an object"
+                )
         node[key] = value
     return edited

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import struct
@@ -104,6 +105,19 @@ def _number(shards: Sequence[Shard]) -> None:
         shard.name = SINGLE if len(shards) == 1 else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
 
 
+@dataclass
+class Written:
+    """What was written.
+
+    Args:
+        odd: Names of unchanged tensors that hold NaN or infinity, as the source has them.
+        digests: Name of each tensor whose bytes were made, not copied -> SHA-256 of them.
+    """
+
+    odd: list[str] = field(default_factory=list)
+    digests: dict[str, str] = field(default_factory=dict)
+
+
 @dataclass(frozen=True)
 class _Run:
     """Unchanged tensors that lie together in a file of the source: `[begin, end)`, to be copied to `offset`."""
@@ -134,7 +148,7 @@ class _Layout:
 
 def write_shards(
     checkpoint: Checkpoint, shards: Sequence[Shard], out: Path, progress: Callable[[int], None] | None = None
-) -> list[str]:
+) -> Written:
     """Write every shard and the index into the folder `out`, synced to disk.
 
     A thread copies what is unchanged while this one makes what is new, and another lets the disk take in
@@ -147,13 +161,13 @@ def write_shards(
         progress: Called with the bytes just written, by one thread at a time.
 
     Returns:
-        Names of unchanged tensors that hold NaN or infinity, as the source has them.
+        What there is to know of the tensors written.
 
     Raises:
         CheckpointError: A new tensor is not finite, or the source was written to meanwhile.
     """
     turn = Lock()
-    odd: list[str] = []
+    written = Written()
 
     def wrote(count: int) -> None:
         if progress:
@@ -169,9 +183,11 @@ def write_shards(
             with path.open("wb") as file:
                 file.write(layout.head)
                 file.truncate(layout.size)
-            copies.append([copying.submit(_copy, checkpoint, run, path, wrote, odd) for run in layout.copied])
+            copies.append(
+                [copying.submit(_copy, checkpoint, run, path, wrote, written.odd) for run in layout.copied]
+            )
         for shard, layout, copied in zip(shards, layouts, copies, strict=True):
-            _make(checkpoint, shard, layout, out / shard.name, wrote, odd)
+            _make(checkpoint, shard, layout, out / shard.name, wrote, written)
             synced.append(syncing.submit(_complete, out / shard.name, copied))
         for done in synced:
             done.result()
@@ -181,7 +197,8 @@ def write_shards(
     if len(shards) > 1 or shards[0].name != SINGLE:
         write_text(out / INDEX, json.dumps(_index(shards), indent=2) + "\n")
     checkpoint.check_unchanged()
-    return without_ignored(odd)
+    written.odd = without_ignored(written.odd)
+    return written
 
 
 def _index(shards: Sequence[Shard]) -> dict[str, Any]:
@@ -261,14 +278,15 @@ def _make(
     layout: _Layout,
     path: Path,
     wrote: Callable[[int], None],
-    odd: list[str],
+    written: Written,
 ) -> None:
     with path.open("r+b") as file:
         for name, offset in layout.made.items():
             file.seek(offset)
             data, finite = _bytes_of(checkpoint, name, shard.entries[name])
             if not finite:
-                odd.append(name)
+                written.odd.append(name)
+            written.digests[name] = hashlib.sha256(data).hexdigest()
             file.write(data)
             wrote(len(data))
 

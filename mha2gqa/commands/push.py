@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import glob
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
-from ..checkpoints.reader import MANIFEST
+from ..checkpoints.reader import INDEX, MANIFEST, open_checkpoint
+from ..checkpoints.side_files import find_side_files
 from ..errors import CheckpointError, UsageError, hub_refusals, reason
 from ..results import Result
 from ..verification.checks import failed, verify
+
+ADAPTER = ("adapter/adapter_config.json", "adapter/adapter_model.safetensors", "adapter/README.md")
 
 
 @dataclass
@@ -21,6 +25,7 @@ class PushResult(Result):
         repo: `ORG/NAME`.
         files: What was (or would be) uploaded, relative to the folder.
         bytes: Their size.
+        left: What else lies in the folder and is not uploaded.
         url: Of the commit; None for a dry run.
     """
 
@@ -29,13 +34,14 @@ class PushResult(Result):
     repo: str
     files: list[str] = field(default_factory=list)
     bytes: int = 0
+    left: list[str] = field(default_factory=list)
     url: str | None = None
 
 
 def push(
     folder: str | Path, repo: str, *, private: bool = False, dry_run: bool = False, message: str | None = None
 ) -> PushResult:
-    """Verify a folder that we made and upload it.
+    """Verify a folder that we made and upload it: weights, config, manifest, known side files, an adapter of ours.
 
     Args:
         folder: A converted or uptrained checkpoint.
@@ -59,12 +65,26 @@ def push(
     _check_name(repo)
     if broken := failed(verify(folder).checks):
         raise CheckpointError(f"check failed: {broken}", where=folder, fix="nothing was uploaded")
-    files = sorted(p for p in folder.rglob("*") if p.is_file() and not _hidden(p.relative_to(folder)))
-    result = PushResult(str(folder), repo, [str(p.relative_to(folder)) for p in files])
-    result.bytes = sum(p.stat().st_size for p in files)
+    files = _belonging(folder)
+    result = PushResult(str(folder), repo, files, left=_others(folder, files))
+    result.bytes = sum((folder / name).stat().st_size for name in files)
     if not dry_run:
-        result.url = _upload(folder, repo, private, message or f"Add {folder.name}, made with mha2gqa")
+        result.url = _upload(result, private, message or f"Add {folder.name}, made with mha2gqa")
     return result
+
+
+def _belonging(folder: Path) -> list[str]:
+    """Relative names of what belongs to a result of ours, sorted."""
+    checkpoint = open_checkpoint(folder)
+    wanted = [*checkpoint.files, INDEX, "config.json", MANIFEST, *ADAPTER]
+    sides = find_side_files(folder, checkpoint.config)
+    return sorted({*(name for name in wanted if (folder / name).is_file()), *sides.copied})
+
+
+def _others(folder: Path, files: list[str]) -> list[str]:
+    """Relative names of all other files that are not hidden: logs, checkpoints of a run, notes."""
+    found = (str(p.relative_to(folder)) for p in folder.rglob("*") if not p.is_dir())
+    return sorted(name for name in found if name not in files and not _hidden(Path(name)))
 
 
 def _check_name(repo: str) -> None:
@@ -82,14 +102,15 @@ def _hidden(path: Path) -> bool:
     return any(part.startswith(".") for part in path.parts)
 
 
-def _upload(folder: Path, repo: str, private: bool, message: str) -> str:
+def _upload(result: PushResult, private: bool, message: str) -> str:
     from huggingface_hub import HfApi
 
-    api = HfApi()
+    api, repo = HfApi(), result.repo
+    named = [glob.escape(name) for name in result.files]
     try:
         api.create_repo(repo, private=private, exist_ok=True)
         done = api.upload_folder(
-            folder_path=str(folder), repo_id=repo, commit_message=message, ignore_patterns=[".*", "**/.*"]
+            folder_path=result.folder, repo_id=repo, commit_message=message, allow_patterns=named
         )
     except hub_refusals() as error:
         raise CheckpointError(

@@ -14,13 +14,14 @@ from ..arch_conversion import ArchConvertedCheckpoint, as_architecture, carry_to
 from ..architectures.wide import stored_heads
 from ..checkpoints.hf_config import dtype_bytes, vocabulary_size
 from ..checkpoints.loading import resolve_device
-from ..checkpoints.manifest import write_manifest
+from ..checkpoints.manifest import DIGESTS, write_manifest
 from ..checkpoints.output import check_output, check_space, publish
 from ..checkpoints.reader import Checkpoint, open_checkpoint
 from ..checkpoints.side_files import SideFiles, copy_side_files, find_side_files
 from ..checkpoints.writer import (
     NewTensor,
     Shard,
+    Written,
     entry_nbytes,
     plan_shards,
     write_shards,
@@ -281,8 +282,8 @@ def _publish(
         progress.advance(done)
 
     with publish(job.out, job.force, calibrated.work.root if calibrated.work else None) as folder:
-        odd = write_shards(checkpoint, shards, folder, advance)
-        return _finish(job, calibrated, shards, folder, early, odd)
+        written = write_shards(checkpoint, shards, folder, advance)
+        return _finish(job, calibrated, shards, folder, early, written)
 
 
 def _finish(
@@ -291,7 +292,7 @@ def _finish(
     shards: Sequence[Shard],
     folder: Path,
     early: Sequence[Check],
-    odd: Sequence[str],
+    written: Written,
 ) -> ConvertResult:
     """Put everything beside the weights of a folder that is about to be published, and check it."""
     plan = calibrated.plan
@@ -309,8 +310,8 @@ def _finish(
         raise CheckpointError(
             f"the result failed its check: {broken}", where=job.out, fix="nothing was published"
         )
-    result = _result(job, calibrated, checks, odd)
-    write_manifest(folder, _manifest(result, job, plan), job.out)
+    result = _result(job, calibrated, checks, written.odd)
+    write_manifest(folder, _manifest(result, job, plan) | {DIGESTS: written.digests}, job.out)
     write_card(folder)
     return result
 

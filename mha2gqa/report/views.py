@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..errors import listed
 from ..progress import duration
 from .content import (
     Column,
@@ -337,6 +338,8 @@ def _budget(row: Data, budget: Data) -> str:
 def _push(data: Data) -> Iterable[Block]:
     where = data["url"] or f"would go to {data['repo']} (dry run)"
     yield Line(f"{len(data['files'])} files, {human_bytes(data['bytes'])}: {where}")
+    if data["left"]:
+        yield Line(f"not part of the model, not uploaded: {listed(data['left'])}")
 
 
 def _export(data: Data) -> Iterable[Block]:

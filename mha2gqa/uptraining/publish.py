@@ -18,7 +18,7 @@ from ..checkpoints.dtypes import torch_dtype
 from ..checkpoints.ignored_keys import without_ignored
 from ..checkpoints.json_files import read_json
 from ..checkpoints.loading import quiet
-from ..checkpoints.manifest import MANIFEST, read_manifest, write_manifest
+from ..checkpoints.manifest import DIGESTS, MANIFEST, read_manifest, write_manifest
 from ..checkpoints.output import check_space, publish
 from ..checkpoints.reader import Checkpoint, edit_config
 from ..checkpoints.side_files import copy_side_files, find_side_files
@@ -114,6 +114,12 @@ def manifest_with(source: Checkpoint, name: str, section: Mapping[str, Any]) -> 
     return manifest | {"uptrain": dict(section) | previous}
 
 
+def with_digests(manifest: Mapping[str, Any], digests: Mapping[str, str]) -> dict[str, Any]:
+    """A manifest whose digests are those of the tensors just made, and the earlier ones of all others."""
+    earlier = manifest.get(DIGESTS)
+    return {**manifest, DIGESTS: {**(earlier if isinstance(earlier, Mapping) else {}), **digests}}
+
+
 def publish_trained(
     model: Any,
     state: Mapping[str, Tensor],
@@ -144,7 +150,7 @@ def publish_trained(
     sides = find_side_files(source.path, source.config)
     check_space(out, source.nbytes)
     with publish(out, force, work) as folder:
-        write_shards(source, plan_shards(source, replacements(stored, source)), folder)
+        written = write_shards(source, plan_shards(source, replacements(stored, source)), folder)
         copy_side_files(sides, folder)
         config = source.path / "config.json"
         if read_json(config).get("use_cache") is False:
@@ -159,7 +165,7 @@ def publish_trained(
             (folder / "adapter").mkdir()
             for file in sorted(adapter.iterdir()):
                 (folder / "adapter" / file.name).write_bytes(file.read_bytes())
-        write_manifest(folder, manifest, out)
+        write_manifest(folder, with_digests(manifest, written.digests), out)
         write_card(folder)
         checks = [c for c in verify_folder(folder, expected=list(source.tensors)) if c.name != "shapes"]
         if problems := failed(checks):

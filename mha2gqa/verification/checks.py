@@ -13,6 +13,8 @@ from ..errors import Mha2gqaError
 from ..modeling import exported_class, find_export, modeling_file
 from ..results import Result
 from .against import check_against
+from .as_written import NAME as AS_WRITTEN
+from .as_written import check_as_written
 from .loads import check_loads
 from .preflight import unchecked
 from .tiny_random import Check, check_tiny_random
@@ -46,6 +48,8 @@ def verify(out: str | Path, *, against: str | Path | None = None, full: bool = F
         against: The source; tensors that must not change are compared byte by byte, pooled ones recomputed.
         full: Read every tensor and demand finite numbers.
 
+    With either, what was made is held against the digests in the manifest.
+
     Returns:
         All checks, also the failed ones.
     """
@@ -53,6 +57,8 @@ def verify(out: str | Path, *, against: str | Path | None = None, full: bool = F
     if not failed(checks):
         checkpoint = open_checkpoint(out)
         checks.append(check_tiny_random(checkpoint.config))
+        if full or against is not None:
+            checks.append(_guard(AS_WRITTEN, lambda: check_as_written(checkpoint)))
         if against is not None:
             checks.append(
                 _guard("against source", lambda: check_against(checkpoint, open_checkpoint(against)))

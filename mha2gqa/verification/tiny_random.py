@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,10 +28,11 @@ from .wide import cut_factors, frequency_difference, wide_difference, wideness, 
 _WIDTH, _LAYERS, _VOCAB = 8, 2, 96
 _SMALL = {
     "vocab_size": _VOCAB, "decoder_vocab_size": _VOCAB, "vocab_size_per_layer_input": _VOCAB,
+    "unpadded_vocab_size": _VOCAB, "moe_hidden_size": 16,
     "intermediate_size": 32, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "ffn_dim": 32,
     "n_inner": 32, "ffn_hidden_size": 32, "d_ff": 32, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32,
     "word_embed_proj_dim": 32, "num_mel_bins": 8, "max_position_embeddings": 64, "n_positions": 64,
-    "max_seq_len": 64, "max_source_positions": 8, "max_target_positions": 64, "initializer_range": 0.3,
+    "max_seq_len": 64, "mamba_chunk_size": 8, "max_source_positions": 8, "max_target_positions": 64, "initializer_range": 0.3,
 }  # fmt: skip
 _WIDTHS = ("hidden_size", "d_model", "n_embd")
 _ENCODER_LAYERS = ("num_layers", "encoder_layers")  # beside the spec's own key
@@ -40,10 +42,13 @@ KERNELS = (
 )  # fmt: skip
 CODE = ("auto_map", "architectures")
 TWIN = "twin oracles"
-# Types of which transformers cannot build or run a small model of the text model alone.
+LARGEST = 50_000_000  # parameters of a small model: what a config keeps wide after all is not built
+# Types of which transformers cannot build or run a small model of the text model alone. (Of
+# evolla, nemo_speechlm and phi4_multimodal it would be larger than `LARGEST`: parts beside attention keep their width.)
 NO_TWIN = frozenset({
-    "blt", "canary", "cohere_asr", "deepseek_ocr2", "dia", "diffusion_gemma", "emu3", "ernie4_5_vl_moe", "gemma3n",
-    "gemma3n_text", "granite4_vision", "kyutai_speech_to_text", "mllama", "paddleocr_vl", "pi0",
+    "blt", "canary", "cohere_asr", "deepseek_ocr2", "dia", "diffusion_gemma", "emu3", "ernie4_5_vl_moe", "evolla",
+    "gemma3n", "gemma3n_text", "granite4_vision", "kyutai_speech_to_text", "mllama", "nemo_speechlm",
+    "paddleocr_vl", "phi4_multimodal", "pi0",
     "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker", "step3p7", "t5gemma", "t5gemma2", "unlimited_ocr",
     "voxtral_realtime", "zamba",
 })  # fmt: skip
@@ -285,20 +290,35 @@ def build_twin(
         config: Raw config.
         attention: Attention implementation; the class's choice where None.
         inside: Whether `config` is that of a text model inside a larger one: `cls` is not used then.
+
+    Raises:
+        ValueError: It would have more than `LARGEST` parameters.
     """
-    from transformers import AutoConfig, AutoModel
+    from transformers import MODEL_MAPPING, AutoConfig, AutoModel
 
     with quiet(), torch.random.fork_rng(devices=[]), tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
         (Path(folder) / "config.json").write_text(json.dumps(config))
         built = (AutoConfig if inside else cls.config_class).from_pretrained(folder)
+        if inside and type(built) not in MODEL_MAPPING:  # to ask for its class would import every other
+            raise ValueError(f"{type(built).__name__} is of no model of its own")
         built._attn_implementation = attention
-        model = (AutoModel.from_config(built) if inside else cls(built)).float().eval()
+        make = (lambda: AutoModel.from_config(built)) if inside else (lambda: cls(built))
+        if (size := _parameters(make)) > LARGEST:
+            raise ValueError(f"{size / 1e6:,.0f} million parameters")
+        model = make().float().eval()
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape)
             wide = parameter.dim() > 1
             parameter.data = noise / math.sqrt(parameter.shape[-1]) if wide else parameter.data + 0.1 * noise
     return model
+
+
+def _parameters(make: Callable[[], Any]) -> int:
+    """Parameters of a model, counted without making one; 0 where its class cannot be counted so."""
+    with suppress(*_unbuildable()), torch.device("meta"):
+        return sum(parameter.numel() for parameter in make().parameters())
+    return 0
 
 
 def _inputs(config: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -27,6 +27,7 @@ MANIFEST_KEYS = (
     "source",
     "layers",
     "dropped",
+    "digests",
 )
 
 

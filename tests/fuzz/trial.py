@@ -14,7 +14,7 @@ from typing import Any
 
 from mha2gqa.errors import LONGEST, Mha2gqaError, printable
 
-SECONDS = 90  # an input may take: the check of the largest class (Evolla) takes 20 on two cores
+SECONDS = 20  # an input may take
 
 
 class TooLong(BaseException):

@@ -1,27 +1,31 @@
 """Try inputs FROM to TO: each number is an input, the same in every run.
 
-    python tests/fuzz/run.py --from 0 --to 8000 [--jobs 2] [--out benchmarks/results/fuzz.json] [--faults DIR] [--only KIND]
+    python tests/fuzz/run.py --from 0 --to 8000 [--jobs 2] [--out benchmarks/results/fuzz.json] [--seconds N]
+        [--faults DIR] [--only KIND]
 
 A fault is an exception that is not ours, a message that is long or that no terminal can show, more time or memory than
 an input may take, a file left behind, or a success that an independent reading contradicts. With --out the ranges that
-were tried add up in one file, so that a long run can go on where the last one stopped.
+were tried add up in one file, piece by piece: a run that is stopped loses nothing, and the next one goes on after it.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
+import fcntl
 import json
+import math
 import os
-import platform
 import random
 import resource
+import shutil
+import signal
 import sys
 import tempfile
 import time
+import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +39,7 @@ os.environ |= {
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
 
 from fuzz import configs, recipes, texts, weights  # noqa: E402
+from fuzz.ledger import Ledger  # noqa: E402
 from fuzz.trial import Room, Trial, attempt  # noqa: E402
 
 MEMORY = 8 << 30  # bytes of addresses that a process may take
@@ -65,14 +70,14 @@ def input_of(number: int, room: Room, only: str = "") -> Trial:
     return kind(rng, room)
 
 
-def work(numbers: range, only: str, faults: Path | None, place: Path) -> dict[str, Any]:
-    """Try inputs in this process; what came of them."""
-    room = Room(place)
+def work(numbers: range, only: str, faults: Path | None, room: Room, now: Path) -> dict[str, Any]:
+    """Try inputs in this process; what came of them. `now` holds the number that is being tried."""
     endings: Counter[str] = Counter()
     found: dict[str, dict[str, Any]] = {}
     slow: list[tuple[float, int, str]] = []
     for number in numbers:
         began = time.monotonic()
+        now.write_text(str(number))
         trial = input_of(number, room, only)
         verdict = attempt(trial, room)
         endings[f"{verdict.kind}|{verdict.ending}"] += 1
@@ -83,7 +88,7 @@ def work(numbers: range, only: str, faults: Path | None, place: Path) -> dict[st
             first["count"] += 1
             if faults is not None and first["count"] == 1:
                 _keep(faults / str(number), name, trial)
-    return {"endings": endings, "faults": found, "slow": sorted(slow, reverse=True)[:10]}
+    return {"endings": endings, "faults": found, "slow": sorted(slow, reverse=True)[:3]}
 
 
 def _keep(folder: Path, name: str, trial: Trial) -> None:
@@ -93,24 +98,124 @@ def _keep(folder: Path, name: str, trial: Trial) -> None:
         (folder / file).write_bytes(data)
 
 
-def in_processes(numbers: range, jobs: int, only: str, faults: Path | None) -> list[dict[str, Any]]:
-    """Share inputs out to forked processes."""
+class Turns:
+    """Hands out pieces of the work to processes, each once.
+
+    Args:
+        file: Where the number of pieces taken is kept.
+        pieces: The inputs of each.
+        until: No piece is handed out later than that (`time.monotonic`).
+    """
+
+    def __init__(self, file: Path, pieces: Sequence[range], until: float) -> None:
+        self.file, self.pieces, self.until = file, pieces, until
+        file.write_text("0")
+
+    def take(self) -> range | None:
+        """The next piece, or None."""
+        with self.file.open("r+") as handle:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            number = int(handle.read())
+            if number >= len(self.pieces) or time.monotonic() > self.until:
+                return None
+            handle.seek(0)
+            handle.write(str(number + 1))
+        return self.pieces[number]
+
+
+class Workers:
+    """Processes that try inputs, piece by piece; one that dies is a fault, and another goes on after it.
+
+    Args:
+        folder: Theirs.
+        only: A kind of input, or all.
+        faults: Where to keep the first input of each fault.
+    """
+
+    def __init__(self, folder: Path, only: str, faults: Path | None) -> None:
+        self.folder, self.only, self.faults = folder, only, faults
+        (folder / "done").mkdir()
+        self.busy: dict[int, Path] = {}
+
+    def start(self, turns: Turns, first: range | None = None) -> None:
+        """Fork one; it begins with `first`."""
+        place = self.folder / f"work-{time.monotonic_ns()}"
+        place.mkdir()
+        child = os.fork()
+        if child:
+            self.busy[child] = place
+            return
+        code = 1
+        try:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+            self._work(turns, first, place)
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+
+    def _work(self, turns: Turns, piece: range | None, place: Path) -> None:
+        room = Room(place / "room")
+        room.folder.mkdir()
+        piece = turns.take() if piece is None else piece
+        while piece is not None:
+            (place / "piece").write_text(json.dumps([piece.start, piece.stop]))
+            found = work(piece, self.only, self.faults, room, place / "now")
+            partial = self.folder / "done" / f"{piece.start}.partial"
+            partial.write_text(json.dumps({"from": piece.start, "to": piece.stop, **found}))
+            partial.rename(partial.with_suffix(".json"))
+            piece = turns.take()
+
+    def finished(self) -> Iterator[dict[str, Any]]:
+        """What has been done since the last call."""
+        for file in sorted((self.folder / "done").glob("*.json")):
+            yield json.loads(file.read_text())
+            file.unlink()
+
+    def reap(self, turns: Turns) -> Iterator[dict[str, Any]]:
+        """Faults of processes that have died; what they left is given to others."""
+        for child in list(self.busy):
+            pid, status = os.waitpid(child, os.WNOHANG)
+            if not pid:
+                continue
+            place = self.busy.pop(child)
+            if status:
+                begin, end = json.loads((place / "piece").read_text())
+                number = int((place / "now").read_text())
+                name = f"the process ended with {os.waitstatus_to_exitcode(status)}"
+                fault = {name: {"count": 1, "number": number, "input": ""}}
+                yield {"from": number, "to": number + 1, "endings": {}, "faults": fault, "slow": []}
+                for rest in (range(begin, number), range(number + 1, end)):
+                    if rest:
+                        self.start(turns, rest)
+            shutil.rmtree(place, ignore_errors=True)
+
+    def stop(self) -> None:
+        """End them all."""
+        for child in self.busy:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+
+
+def in_processes(
+    pieces: Sequence[range], options: argparse.Namespace, tell: Callable[[dict[str, Any]], None]
+) -> None:
+    """Share inputs out to forked processes; `tell` hears of every piece that is done."""
+    until = time.monotonic() + options.seconds if options.seconds else math.inf
     with tempfile.TemporaryDirectory(prefix="fuzz-", dir=SHM if os.access(SHM, os.W_OK) else None) as name:
-        work_folder, children = Path(name).resolve(), []
-        for job in range(jobs):
-            if (child := os.fork()) == 0:
-                place = work_folder / str(job)
-                place.mkdir()
-                resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-                share = range(numbers.start + job, numbers.stop, jobs)
-                found = work(share, only, faults, place)
-                (work_folder / f"{job}.json").write_text(json.dumps(found))
-                os._exit(0)
-            children.append(child)
-        for child in children:
-            if os.waitpid(child, 0)[1]:
-                raise SystemExit("a process died: see above")
-        return [json.loads((work_folder / f"{job}.json").read_text()) for job in range(jobs)]
+        folder = Path(name).resolve()
+        workers, turns = Workers(folder, options.only, options.faults), Turns(folder / "turn", pieces, until)
+        try:
+            for _ in range(min(options.jobs, len(pieces))):
+                workers.start(turns)
+            while workers.busy:
+                time.sleep(0.2)
+                for found in (*workers.reap(turns), *workers.finished()):
+                    tell(found)
+        finally:
+            workers.stop()
 
 
 def main() -> None:
@@ -118,26 +223,54 @@ def main() -> None:
     parser.add_argument("--from", type=int, default=0, dest="first")
     parser.add_argument("--to", type=int, default=8000)
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--out", type=Path, help="add the result to this JSON file")
+    parser.add_argument("--seconds", type=float, default=0, help="begin no further piece after so long")
+    parser.add_argument("--piece", type=int, default=500, help="inputs a process takes at once")
+    parser.add_argument(
+        "--out", type=Path, help="add the result to this JSON file; what it holds is not tried again"
+    )
+    parser.add_argument("--again", action="store_true", help="try also what the file holds")
+    parser.add_argument(
+        "--add", type=Path, action="append", help="take over what a run elsewhere has written"
+    )
     parser.add_argument("--faults", type=Path, help="keep the first input of each fault here")
     parser.add_argument(
         "--only", default="", help="one kind of input: " + ", ".join(k.__name__ for k, _ in KINDS)
     )
     options = parser.parse_args()
-    began = time.monotonic()
+    ledger = Ledger(options.out)
+    if options.add:
+        for path in options.add:
+            ledger.take_over(Ledger(path))
+        ledger.write()
+        return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     load_everything()
-    parts = in_processes(range(options.first, options.to), options.jobs, options.only, options.faults)
-    seconds = time.monotonic() - began
-    endings, faults = Counter[str](), dict[str, dict[str, Any]]()
-    for part in parts:
-        endings.update(part["endings"])
-        for name, fault in part["faults"].items():
+    try_all(options, ledger)
+
+
+def try_all(options: argparse.Namespace, ledger: Ledger) -> None:
+    """Try what is asked for and is not known yet; exit 1 where there is a fault."""
+    began = time.monotonic()
+    parts = ledger.missing(options.first, options.to)
+    parts = [range(options.first, options.to)] if options.again or options.only else parts
+    pieces = [part[i : i + options.piece] for part in parts for i in range(0, len(part), options.piece)]
+    ledger.begin()
+    endings, faults, slow = Counter[str](), dict[str, dict[str, Any]](), list[Any]()
+
+    def tell(found: dict[str, Any]) -> None:
+        endings.update(found["endings"])
+        slow.extend(found["slow"])
+        slow[:] = sorted(slow, reverse=True)[:3]
+        for name, fault in found["faults"].items():
             known = faults.setdefault(name, fault | {"count": 0})
             known["count"] += fault["count"]
-    show(endings, faults, sorted((row for part in parts for row in part["slow"]), reverse=True)[:3])
-    print(f"{options.to - options.first:,} inputs, {len(faults)} kinds of faults, {seconds:.0f} s")
-    if options.out:
-        record(options.out, options.first, options.to, seconds, endings, faults)
+        ledger.add(found["from"], found["to"], found["endings"], found["faults"])
+        if not options.only:
+            ledger.write()
+
+    in_processes(pieces, options, tell)
+    show(endings, faults, slow)
+    print(f"{endings.total():,} inputs, {len(faults)} kinds of faults, {time.monotonic() - began:.0f} s")
     if faults:
         raise SystemExit(1)
 
@@ -161,31 +294,6 @@ def show(endings: Counter[str], faults: dict[str, dict[str, Any]], slow: list[An
     print("slowest:", "; ".join(f"{seconds:.1f} s {kind} {number}" for seconds, number, kind in slow))
     for name, fault in sorted(faults.items(), key=lambda item: -item[1]["count"]):
         print(f"FAULT {fault['count']:4} {name} [input {fault['number']}: {fault['input'][:160]!r}]")
-
-
-def record(
-    path: Path, first: int, to: int, seconds: float, endings: Counter[str], faults: dict[str, Any]
-) -> None:
-    """Add a range to a file of results."""
-    known = json.loads(path.read_text()) if path.exists() else {"ranges": []}
-    known["ranges"] = [row for row in known["ranges"] if (row["from"], row["to"]) != (first, to)]
-    versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers", "safetensors")}
-    known["ranges"].append(
-        {
-            "from": first,
-            "to": to,
-            "seconds": round(seconds),
-            "ok": sum(n for name, n in endings.items() if name.endswith("|ok")),
-            "refused": sum(n for name, n in endings.items() if name.endswith("|refused")),
-            "faults": faults,
-            "python": platform.python_version(),
-            "versions": versions,
-        }
-    )
-    known["ranges"].sort(key=lambda row: row["from"])
-    known["inputs"] = sum(row["to"] - row["from"] for row in known["ranges"])
-    known["kinds of faults"] = len({name for row in known["ranges"] for name in row["faults"]})
-    path.write_text(json.dumps(known, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from _markdown import markdown, measured_on
 from _quality_frontier import bars, positions, probes, same_bytes
 from _real import real
 from _speed_tables import calibrate_speed, closed_form_speed, convert_speed, decode_speed, uptrain_large
+from _suites import fuzz, kills
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -189,6 +190,8 @@ RENDERERS: dict[str, Sequence[Callable[[Mapping[str, Any]], str]]] = {
     "benchmarks/evaluate_speed.py": (evaluate_speed,),
     "benchmarks/paper_groups.py": (sweep,),
     "benchmarks/real/suite.py": (real,),
+    "tests/fuzz/run.py": (fuzz,),
+    "tests/kills/run.py": (kills,),
     "mha2gqa sweep": (sweep,),
     "mha2gqa convert": (walk_quality,),
 }

@@ -32,12 +32,7 @@ class Ledger:
 
     def begin(self) -> None:
         """Note a run of this very command."""
-        words = [Path(word).name if os.sep in word else word for word in sys.argv[1:]]
-        hardware = {"cpu": _processor(), "cores": os.cpu_count()}
-        self.runs.append({
-            "command": " ".join(["python", "tests/fuzz/run.py", *words]), "date": time.strftime("%Y-%m-%d"),
-            "hardware": hardware, "versions": versions(),
-        })  # fmt: skip
+        self.runs.append(this_run("tests/fuzz/run.py"))
 
     def add(self, begin: int, end: int, endings: Mapping[str, int], faults: Faults) -> None:
         """Note what came of inputs `[begin, end)`; what was known of any of them is forgotten."""
@@ -85,6 +80,17 @@ class Ledger:
         partial = self.path.with_suffix(".partial")
         partial.write_text(json.dumps(record, indent=1) + "\n")
         partial.replace(self.path)
+
+
+def this_run(script: str) -> dict[str, Any]:
+    """Command line (paths shortened to their names), day, machine and versions of what is running."""
+    words = [Path(word).name if os.sep in word else word for word in sys.argv[1:]]
+    return {
+        "command": " ".join(["python", script, *words]),
+        "date": time.strftime("%Y-%m-%d"),
+        "hardware": {"cpu": _processor(), "cores": os.cpu_count()},
+        "versions": versions(),
+    }
 
 
 def _joined(rows: Iterable[Mapping[str, Any]]) -> Iterable[dict[str, Any]]:

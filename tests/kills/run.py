@@ -1,6 +1,6 @@
 """Kill every command at every event of the file system, and see that nothing is half made, lost or left.
 
-    python tests/kills/run.py [--short] [--out FILE] [--jobs 2] [--only NAME] [--seed 0]
+    python tests/kills/run.py [--short] [--out FILE] [--jobs 2] [--only NAME] [--seed 0] [--points N] [--seconds N]
 
 After each kill OUT must be absent, the old or the new, whole; the same command again must end well, give the very
 weights of an undisturbed run, and leave nothing behind. The same is tried with a disk that is full from an event on,
@@ -13,8 +13,8 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import math
 import os
-import platform
 import random
 import shutil
 import signal
@@ -23,13 +23,14 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
+
+from fuzz.ledger import this_run  # noqa: E402
 
 from kills.events import Events  # noqa: E402
 from kills.jobs import Job, digest, jobs, make_inputs, names  # noqa: E402
@@ -213,34 +214,60 @@ def points_of(job: Job, right: Right, short: bool, rng: random.Random) -> Iterat
 
 
 def work_through(
-    points: list[Point], known: dict[str, Job], right: dict[str, Right], work: Path
-) -> list[Any]:
-    found = []
+    points: list[Point], known: dict[str, Job], right: dict[str, Right], work: Path, until: float
+) -> None:
+    """Try points while there is time, and note each in a file as soon as it is done."""
+    notes = (work / f"found-{os.getpid()}.jsonl").open("a")
     for number, point in enumerate(points):
+        if time.monotonic() > until:
+            return
         folder = work / f"{os.getpid()}-{number}"
         wrong = try_point(point, known[point.job], right[point.job], folder)
         event = right[point.job].events[point.at] if point.at >= 0 else f"{point.after:.2f} s"
-        found.append([point.job, point.act, point.at, event, wrong])
+        notes.write(json.dumps([point.job, point.act, point.at, event, wrong]) + "\n")
+        notes.flush()
         if wrong:
             print(f"{point.job}, {point.act} before {event} ({point.at}): {wrong}", flush=True)
         else:
             shutil.rmtree(folder)
-    return found
 
 
-@contextmanager
-def workers(count: int, shares: list[list[Point]], work: Path, do: Callable[[list[Point]], list[Any]]) -> Any:
-    """Each share in a process of its own; yields all results."""
+def in_processes(
+    shares: list[list[Point]], do: Callable[[list[Point]], None], look: Callable[[], None]
+) -> None:
+    """Each share in a process of its own; `look` is called while they work.
+
+    Raises:
+        SystemExit: One of them died.
+    """
     children = []
-    for i in range(count):
+    for share in shares:
         child = os.fork()
         if child == 0:
-            (work / f"found-{i}.json").write_text(json.dumps(do(shares[i])))
-            os._exit(0)
+            code = 1
+            try:
+                do(share)
+                code = 0
+            finally:
+                os._exit(code)
         children.append(child)
-    for child in children:
-        os.waitpid(child, 0)
-    yield [row for i in range(count) for row in json.loads((work / f"found-{i}.json").read_text())]
+    while children:
+        time.sleep(1)
+        look()
+        for child in list(children):
+            pid, status = os.waitpid(child, os.WNOHANG)
+            if pid and status:
+                raise SystemExit("a process died: see above")
+            if pid:
+                children.remove(child)
+
+
+def noted(work: Path) -> list[Any]:
+    """What has been tried so far."""
+    lines = [
+        line for file in work.glob("found-*.jsonl") for line in file.read_text().splitlines(keepends=True)
+    ]
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def main() -> None:
@@ -249,6 +276,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="record the result as JSON")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     parser.add_argument("--only", default="", help="names of jobs, with commas")
+    parser.add_argument("--points", type=int, default=0, help="try so many of all points, drawn by the seed")
+    parser.add_argument("--seconds", type=float, default=0, help="begin no further point after so long")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     began = time.monotonic()
@@ -272,11 +301,15 @@ def main() -> None:
             right[each] = undisturbed(job, work)
             points += points_of(job, right[each], options.short, rng)
         rng.shuffle(points)
+        points = points[: options.points or len(points)]
         shares = [points[i :: options.jobs] for i in range(options.jobs)]
-        with workers(
-            options.jobs, shares, work, lambda share: work_through(share, known, right, work)
-        ) as rows:
-            finish(rows, options, time.monotonic() - began)
+        until = began + (options.seconds or math.inf)
+        in_processes(
+            shares,
+            lambda share: work_through(share, known, right, work, until),
+            lambda: record(noted(work), options, time.monotonic() - began),
+        )
+        finish(noted(work), len(points), options, time.monotonic() - began)
 
 
 def load_everything() -> None:
@@ -291,36 +324,50 @@ def load_everything() -> None:
     torch.set_num_threads(1)
 
 
-def finish(rows: list[Any], options: argparse.Namespace, seconds: float) -> None:
+def finish(rows: list[Any], planned: int, options: argparse.Namespace, seconds: float) -> None:
     """Print what came out, record it, and fail where anything is wrong."""
+    for job, kinds in sorted(counted(rows).items()):
+        print(f"{job:24}", "  ".join(f"{kind} {n - bad}/{n}" for kind, (n, bad) in sorted(kinds.items())))
+    wrong = [row for row in rows if row[4]]
+    rest = f" ({planned - len(rows)} not tried: no time left)" if len(rows) < planned else ""
+    print(f"{len(rows) - len(wrong)} of {len(rows)} clean{rest}, {seconds:.0f} s")
+    record(rows, options, seconds)
+    if wrong:
+        raise SystemExit(1)
+
+
+def counted(rows: list[Any]) -> dict[str, dict[str, list[int]]]:
+    """Job -> kind of trial -> how many, and how many of them wrong."""
     table: dict[str, dict[str, list[int]]] = {}
     for job, act, at, _, wrong in rows:
         kind = "random moment" if at < 0 else "signal" if act.startswith("SIG") else act
         cell = table.setdefault(job, {}).setdefault(kind, [0, 0])
         cell[0] += 1
         cell[1] += bool(wrong)
-    for job, kinds in sorted(table.items()):
-        print(f"{job:24}", "  ".join(f"{kind} {n - bad}/{n}" for kind, (n, bad) in sorted(kinds.items())))
+    return table
+
+
+def record(rows: list[Any], options: argparse.Namespace, seconds: float) -> None:
+    """Write what has been tried so far, where that is asked for."""
+    if not options.out:
+        return
     wrong = [row for row in rows if row[4]]
-    print(f"{len(rows) - len(wrong)} of {len(rows)} clean, {seconds:.0f} s")
-    if options.out:
-        cells = {
+    about = {
+        **this_run("tests/kills/run.py"),
+        "form": "short" if options.short else "long",
+        "seed": options.seed,
+        "seconds": round(seconds),
+        "tried": len(rows),
+        "clean": len(rows) - len(wrong),
+        "jobs": {
             job: {kind: {"tried": n, "clean": n - bad} for kind, (n, bad) in kinds.items()}
-            for job, kinds in table.items()
-        }
-        record = {
-            "form": "short" if options.short else "long",
-            "seed": options.seed,
-            "seconds": round(seconds),
-            "python": platform.python_version(),
-            "tried": len(rows),
-            "clean": len(rows) - len(wrong),
-            "jobs": cells,
-            "wrong": [dict(zip(("job", "act", "at", "event", "what"), row, strict=True)) for row in wrong],
-        }
-        options.out.write_text(json.dumps(record, indent=1) + "\n")
-    if wrong:
-        raise SystemExit(1)
+            for job, kinds in sorted(counted(rows).items())
+        },
+        "wrong": [dict(zip(("job", "act", "at", "event", "what"), row, strict=True)) for row in wrong],
+    }
+    partial = options.out.with_suffix(".partial")
+    partial.write_text(json.dumps(about, indent=1) + "\n")
+    partial.replace(options.out)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,9 @@ from safetensors.torch import load_file, save_file
 
 import mha2gqa
 from mha2gqa.cli.commands import cli
+from mha2gqa.cli.output import check_output
+from mha2gqa.commands.describe import read_config
+from mha2gqa.commands.push import push
 from mha2gqa.errors import (
     CheckpointError,
     DataError,
@@ -412,6 +415,31 @@ def test_n29_and_n30_links_of_the_hubs_cache_and_odd_paths(model: Path, tmp_path
     assert not [path for path in (tmp_path / "out [2]").iterdir() if path.is_symlink()]
     with pytest.raises(UsageError, match="lies inside SOURCE"):
         mha2gqa.convert(model, model / "out", 2)
+
+
+@pytest.mark.parametrize("name", ["a" * 300, "b/" * 3000, "\udcff", "\ud800"])
+def test_names_that_no_file_can_have(
+    model: Path, tmp_path: Path, text: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    out = str(tmp_path / "out")
+    for call in (
+        lambda: mha2gqa.plan(name, groups=2),
+        lambda: mha2gqa.convert(name, out, 2),
+        lambda: mha2gqa.evaluate(name, str(text), **SCORE),
+        lambda: mha2gqa.evaluate([model, name], str(text), against=name, **SCORE),
+        lambda: mha2gqa.evaluate(model, Path(name), **SCORE),
+        lambda: mha2gqa.uptrain(name, out, str(text)),
+        lambda: mha2gqa.convert(model, out, 2, calibration=name),
+        lambda: read_config(name),
+        lambda: push(name, "a/b"),
+        lambda: check_output(name + "/x"),
+    ):
+        with pytest.raises(Mha2gqaError) as caught:
+            call()
+        assert len(str(caught.value)) <= 400 and str(caught.value).isprintable()
+    assert not mha2gqa.verify(name).ok and not mha2gqa.verify(model, against=name).ok
+    assert not Path(out).exists()
 
 
 def test_n31_values_that_are_no_text(model: Path, tmp_path: Path, text: Path) -> None:

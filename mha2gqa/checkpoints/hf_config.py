@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import CheckpointError, hub_refusals, quoted, reason
 from ..modeling import PREFIX
 from .dtypes import COMPUTED, Dtype, named_dtype, torch_dtype
-from .hub import check_hub_name
+from .hub import check_hub_name, local_path
 from .json_files import RESTORE, read_json
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def load_config_json(path: str | Path, *, revision: str | None = None) -> dict[s
     Raises:
         CheckpointError: There is none, or it is not a JSON object.
     """
-    folder = Path(path)
+    folder = local_path(path)
     if not folder.exists():
         return read_config_json(_hub_file(str(path), "config.json", revision))
     if not (folder / "config.json").exists() and not (folder / "config.json").is_symlink():

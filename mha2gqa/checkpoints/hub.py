@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import socket
@@ -14,6 +15,27 @@ from ..errors import CheckpointError
 SECONDS = 3.0  # for one connection; the client itself retries for half a minute
 _REPOSITORY = re.compile(r"^[\w.-]+(/[\w.-]+)?$")
 _PROXIES = ("https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY")
+
+
+def local_path(source: str | Path) -> Path:
+    """What was given as a path, whether or not anything is there.
+
+    Raises:
+        CheckpointError: The system cannot even look: a name that is too long, a folder that may not be searched.
+    """
+    path = Path(source)
+    try:
+        path.stat()
+    except OSError as error:
+        if error.errno in (errno.ENAMETOOLONG, errno.EACCES, errno.EIO, errno.ESTALE):
+            raise CheckpointError(
+                f"cannot be read ({error.strerror})",
+                where=source,
+                fix="give a checkpoint folder or a Hub id ORG/NAME",
+            ) from error
+    except ValueError:  # a name that no file can have
+        pass
+    return path
 
 
 def check_hub_name(source: str | Path) -> None:

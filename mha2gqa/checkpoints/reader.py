@@ -14,7 +14,7 @@ from ..errors import CheckpointError, UsageError, hub_refusals, listed, quoted, 
 from .bin_file import BinFile
 from .folder import BIN_INDEX, BIN_SINGLE, INDEX, SINGLE, check_model_folder, find_weights
 from .hf_config import read_config_json
-from .hub import check_hub_name
+from .hub import check_hub_name, local_path
 from .manifest import MANIFEST
 from .safetensors_file import TensorInfo, check_distinct, read_header
 from .source_file import SourceFile
@@ -164,7 +164,7 @@ def open_checkpoint(source: str | Path, revision: str | None = None) -> Checkpoi
     Raises:
         CheckpointError: It cannot be found, downloaded or read.
     """
-    path = Path(source)
+    path = local_path(source)
     if path.is_dir():
         return Checkpoint(path)
     if path.exists():

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..distributed import is_rank_zero
-from ..errors import Mha2gqaError, UsageError
+from ..errors import Mha2gqaError, UsageError, quoted
 from .state import state
 
 if TYPE_CHECKING:
@@ -48,14 +48,21 @@ def check_output(path: str | None) -> None:
         return
     file = Path(path)
     problem = None
-    if file.is_dir():
+    whole = path.encode("utf-8", "surrogatepass")
+    if max(map(len, whole.split(b"/"))) > 255 or len(whole) > 4095:
+        problem = "is too long a name", "choose a shorter one"
+    elif file.is_dir():
         problem = "is a folder", "name a file in it"
     elif not file.parent.is_dir():
         problem = f"there is no folder {file.parent}", "make it first"
     elif not os.access(file if file.exists() else file.parent, os.W_OK):
         problem = "may not be written", "choose another place"
     if problem:
-        raise UsageError(problem[0], where=f"--output {path}", fix=problem[1])
+        raise UsageError(
+            problem[0],
+            where=f"--output {quoted(path)}" if len(path) > 80 else f"--output {path}",
+            fix=problem[1],
+        )
 
 
 def write_json(data: dict[str, Any], path: str) -> None:

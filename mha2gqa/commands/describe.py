@@ -12,6 +12,7 @@ from ..arch_conversion import plan as plan_reexpression
 from ..checkpoints.dtypes import stored_nbytes
 from ..checkpoints.folder import check_model_folder, has_weights
 from ..checkpoints.hf_config import as_numbers, config_dtype, load_config_json, read_config_json
+from ..checkpoints.hub import local_path
 from ..checkpoints.loading import loading_class
 from ..checkpoints.reader import Checkpoint
 from ..errors import CheckpointError, UnsupportedModelError, hub_refusals, reason
@@ -76,7 +77,7 @@ def describe(source: str | Path, revision: str | None = None, drop: Sequence[str
         CheckpointError: Nothing readable is there.
         UnsupportedModelError: No weights, and transformers cannot build the model from its config.
     """
-    path = Path(source)
+    path = local_path(source)
     if path.is_file():
         return _from_config(str(source), read_config_json(path))
     if path.is_dir():
@@ -94,11 +95,8 @@ def describe(source: str | Path, revision: str | None = None, drop: Sequence[str
 
 def read_config(source: str | Path, revision: str | None = None) -> dict[str, Any]:
     """The raw config of what `describe` accepts."""
-    return (
-        read_config_json(Path(source))
-        if Path(source).is_file()
-        else load_config_json(source, revision=revision)
-    )
+    path = local_path(source)
+    return read_config_json(path) if path.is_file() else load_config_json(source, revision=revision)
 
 
 def _from_hub(source: str, revision: str | None) -> Description:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
+from ..checkpoints.hub import local_path
 from ..checkpoints.reader import INDEX, MANIFEST, open_checkpoint
 from ..checkpoints.side_files import find_side_files
 from ..errors import CheckpointError, UsageError, hub_refusals, reason
@@ -57,7 +58,7 @@ def push(
         UsageError: No folder of ours, or no repository name.
         CheckpointError: A check or the upload failed.
     """
-    folder = Path(folder)
+    folder = local_path(folder)
     if not (folder / MANIFEST).is_file():
         raise UsageError(f"no {MANIFEST} there", where=folder, fix="give a folder made by convert or uptrain")
     if len([part for part in repo.split("/") if part]) != 2:

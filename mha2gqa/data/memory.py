@@ -78,7 +78,15 @@ def _checked(name: str) -> str:
 
 def _possible(name: str) -> bool:
     """Whether a file can have this name."""
-    return not {"\n", "\0"} & set(name) and max(len(part.encode()) for part in name.split("/")) < 256
+    return (
+        not {"\n", "\0"} & set(name)
+        and max(map(len, _encoded(name).split(b"/"))) < 256
+        and len(_encoded(name)) < 4096
+    )
+
+
+def _encoded(name: str) -> bytes:
+    return name.encode("utf-8", "surrogatepass")
 
 
 def _kind(item: str | Path) -> str:

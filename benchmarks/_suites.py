@@ -10,16 +10,16 @@ from _markdown import markdown, measured_on
 
 def fuzz(record: Mapping[str, Any]) -> str:
     """How many inputs each machine has tried, and what came of them."""
-    lines = []
-    for number, run in enumerate(record["runs"]):
-        rows = [row for row in record["ranges"] if row["run"] == number]
+    lines, machines = [], [measured_on(run) for run in record["runs"]]
+    for machine in dict.fromkeys(machines):
+        rows = [row for row in record["ranges"] if machines[row["run"]] == machine]
         tried = sum(row["to"] - row["from"] for row in rows)
         counts = [tried, *(sum(row[how] for row in rows) for how in ("ok", "refused")), _faulty(rows)]
-        lines.append([f"{run['date']}: {measured_on(run)}", *(f"{count:,}" for count in counts)])
+        lines.append([machine, *(f"{count:,}" for count in counts)])
     found = sorted({name for row in record["ranges"] for name in row["faults"]})
     said = "".join(f"\n- {name}" for name in found)
     return f"{record['inputs']:,} inputs, {record['kinds of faults']} kinds of faults.{said}\n\n" + markdown(
-        ["run", "inputs", "right results", "refused", "faults"], lines
+        ["machine", "inputs", "right results", "refused", "faults"], lines
     )
 
 

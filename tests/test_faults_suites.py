@@ -13,6 +13,10 @@ from random import Random
 from typing import Any
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+import tables
 from fuzz import run as fuzz
 from fuzz.ledger import Ledger
 from fuzz.trial import Room, Trial
@@ -109,3 +113,22 @@ def test_the_command_line_of_the_fuzz_suite(tmp_path: Path) -> None:
     told = json.loads((tmp_path / "l.json").read_text())
     assert told["inputs"] == 2 and told["command"] == "python tests/fuzz/run.py --from 5 --to 7 --out l.json"
     assert told["runs"][0]["hardware"]["cores"] and told["runs"][0]["versions"]["torch"]
+
+
+def test_suites_are_rendered_by_machine_and_by_command() -> None:
+    about = {"hardware": {"cpu": "CPU", "cores": 2}, "versions": {"torch": "2"}}
+    row = {"ok": 3, "refused": 7, "faults": {}}
+    ranges = [row | {"from": 10 * i, "to": 10 * i + 10, "run": i} for i in (0, 1)]
+    ranges.append(row | {"from": 90, "to": 101, "run": 2, "faults": {"text: X": {"count": 1}}})
+    other = about | {"hardware": {"cpu": "other", "cores": 32}}
+    text = tables.fuzz({"inputs": 31, "kinds of faults": 1, "runs": [about, about, other], "ranges": ranges})
+    assert text.startswith("31 inputs, 1 kinds of faults.\n- text: X\n")
+    assert (
+        "| CPU, 2 cores, torch 2 | 20 | 6 | 14 | 0 |" in text
+        and "| other, 32 cores, torch 2 | 11 | 3 | 7 | 1 |" in text
+    )
+    cells = {"kill": {"tried": 4, "clean": 4}, "full": {"tried": 3, "clean": 2}}
+    wrong = [{"job": "run", "act": "full", "event": "open", "what": "left behind"}]
+    text = tables.kills(about | {"tried": 7, "clean": 6, "jobs": {"run": cells}, "wrong": wrong})
+    assert "6 of 7 trials clean" in text and "| `run` | 2 of 3 | 4 |" in text
+    assert "- run, full before open: left behind" in text

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from _common import write_json
 from _quality_cache import round_cache
-from _quality_cells import FITS, Cell, rates_of, start_name, trained_name
+from _quality_cells import CE_WEIGHT, FITS, Cell, rates_of, start_name, trained_name
 from _quality_parts import Parts, split_parts
 from _quality_rows import Shape, convert_flops, model_shape, uptrain_flops
 from _quality_schedule import Scratch
@@ -197,7 +197,7 @@ class Bench:
         flops: dict[str, float],
     ) -> dict[str, Any]:
         student, window = self.shape(folder), self.args.window
-        teacher = self.shape(self.args.model) if cell.objective == "kd" else None
+        teacher = None if cell.objective == "ce" else self.shape(self.args.model)
         tokens = cell.tokens
         if cell.equal_to:
             left = flops[cell.equal_to] - cost["flops"]
@@ -228,7 +228,8 @@ class Bench:
             str(out),
             [self.parts.path("uptraining")],
             tokens=tokens,
-            teacher=str(self.args.model) if cell.objective == "kd" else "none",
+            teacher="none" if cell.objective == "ce" else str(self.args.model),
+            ce_weight=CE_WEIGHT if cell.objective == "mix" else 0.0,
             learning_rate=rate,
             window=self.args.window,
             seed=cell.seed,

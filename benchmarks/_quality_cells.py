@@ -25,11 +25,13 @@ RATES = {
     "fit": (1.5e-3, 3e-3, 6e-3),
     "e2e": (5e-4, 1e-3, 2e-3),
     "kd": (5e-4, 1e-3, 2e-3, 4e-3),
+    "mix": (2.5e-4, 5e-4, 1e-3),
     "ce": (1.2e-4, 2.5e-4, 5e-4, 1e-3),
 }
 # Rates that are tried beyond the grid: of a start whose best one lay at its edge.
 BEYOND = {("kd", "joint"): (2.5e-4, 1.25e-4)}
-DEFAULT_RATES = {"fit": 3e-3, "e2e": 1e-3, "kd": 1e-3, "ce": 2.5e-4}
+DEFAULT_RATES = {"fit": 3e-3, "e2e": 1e-3, "kd": 1e-3, "mix": 5e-4, "ce": 2.5e-4}
+CE_WEIGHT = 0.5  # of the next token's loss in `mix`
 
 
 @dataclass(frozen=True)
@@ -41,12 +43,12 @@ class Cell:
         groups: KV heads G.
         fit: A key of `FITS`; empty for the original.
         text: What calibrates: the `calibration` part, or text that the original `generate`s.
-        objective: `kd` or `ce` of the uptraining; empty without.
+        objective: `kd`, `mix` (half distillation, half text) or `ce` of the uptraining; empty without.
         tokens: Tokens to uptrain; 0 with `equal_to`.
         equal_to: Key of the row whose FLOPs the uptraining fills up.
         seed: Of sampling and of the order of the text.
         part: What it is scored on: `valid`, or `tuning` when a rate is chosen.
-        tunes: The rate that is tried: `fit`, `e2e`, `kd` or `ce`; empty for a row of the table.
+        tunes: The rate that is tried: `fit`, `e2e`, `kd`, `mix` or `ce`; empty for a row of the table.
         rate: The rate tried.
         wide: R of wide heads, which hold the cache of `groups`; 1 for plain ones.
         cache: `int8` where keys and values are rounded to 8 bits when it is scored; empty for none.
@@ -136,6 +138,14 @@ def tuning_cells(g: int, tokens: int) -> list[Cell]:
     return cells
 
 
+def text_tuning(g: int, wide: Sequence[int], tokens: int) -> list[Cell]:
+    """Rates of uptraining on the text itself, alone and with distillation."""
+    plain = Cell("joint", g, "fits", tokens=tokens, part="tuning")
+    mixed = [replace(plain, objective="mix", tunes="mix", rate=rate) for rate in RATES["mix"]]
+    alone = [replace(plain, objective="ce", tunes="ce", rate=rate) for rate in RATES["ce"]]
+    return [*mixed, *(replace(cell, wide=r) for r in wide for cell in mixed), *alone]
+
+
 def further_tuning(g: int) -> list[Cell]:
     """Rates of what the bold cells do not need."""
     fits = Cell("joint", g, "fits", part="tuning", tunes="fit")
@@ -171,7 +181,7 @@ def planned(
     cells += [replace(fits, groups=n, wide=r) for n in bold for r in (1, *wide[:1]) if n % r == 0]
     cells += [replace(fits, groups=2 * g)] if 2 * g <= num_kv_heads else []
     cells += [_mean_like(replace(fits, groups=n, objective="kd", tokens=small)) for n in bold]
-    cells += [generated]
+    cells += [*text_tuning(g, wide[:1], small), generated]
     cells += [replace(control, part="tuning", tunes="ce", rate=rate) for rate in RATES["ce"]]
     for seed in seeds:
         cells += same_bytes(num_kv_heads, bold, wide[:1], small, seed)
@@ -179,6 +189,8 @@ def planned(
             taught = replace(fits, groups=g_large, objective="kd", tokens=large)
             cells += [replace(taught, wide=r) for r in (*wide[:1], 1) if g_large % r == 0]
             cells += [replace(taught, groups=g), control, replace(original, cache="int8")]
+            cells += on_text(num_kv_heads, bold, wide[:1], small)
+            cells += [replace(c, objective="mix") for c in cells if c.objective == "kd" and c.tokens == large]
             cells += equal_to_wide(num_kv_heads, bold, wide[:1], small)
     for r in wide[1:]:
         cells += [c for c in same_bytes(num_kv_heads, bold, [r], small, seeds[0]) if c.wide == r]
@@ -258,6 +270,13 @@ def same_bytes(
     taught = [replace(cell, objective="kd", tokens=tokens) for cell in starts]
     rounded = [c for c in (*starts, *taught) if any(c.groups == 2 * g for g in groups) or c.wide > 1]
     return [*starts, *taught, *(replace(cell, cache="int8") for cell in rounded)]
+
+
+def on_text(num_kv_heads: int, groups: Sequence[int], wide: Sequence[int], tokens: int) -> list[Cell]:
+    """The uptrained rows of `same_bytes` with half of the loss from the text, and GQA-G on the text alone."""
+    taught = [c for c in same_bytes(num_kv_heads, groups, wide, tokens, 0) if c.objective]
+    alone = [Cell("joint", g, "fits", objective="ce", tokens=tokens) for g in groups]
+    return [*(replace(cell, objective="mix") for cell in taught), *alone]
 
 
 def equal_to_wide(num_kv_heads: int, groups: Sequence[int], wide: Sequence[int], tokens: int) -> list[Cell]:

@@ -55,7 +55,7 @@ def lines(rows: Rows, num_kv_heads: int) -> list[Line]:
         kept = [
             c
             for c in cells
-            if c.text == "calibration" and c.objective != "ce" and c.fit in ("fits", "merged")
+            if c.text == "calibration" and c.objective in ("", "kd") and c.fit in ("fits", "merged")
         ]
         kept = [c for c in kept if c.start == "mean" or c.fit == "fits"]
         points = {

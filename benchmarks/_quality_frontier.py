@@ -15,6 +15,7 @@ from _quality_cells import Cell
 
 RESULTS = Path(__file__).parent / "results"
 NOT_RUN = "not run"
+OBJECTIVES = {"kd": "distilled", "mix": "half distilled, half text,"}
 SEED = re.compile(r"/seed\d+$")
 
 Rows = Mapping[str, Sequence[Mapping[str, Any]]]  # by key without the seed
@@ -76,17 +77,20 @@ def same_bytes(record: Mapping[str, Any]) -> str:
     rows, heads = by_configuration(record["entries"]), record["num_kv_heads"]
     cells = [Cell.of(found[0]) for found in rows.values()]
     wide = sorted({c.wide for c in cells} - {1})
-    budgets = sorted({c.tokens for c in cells if c.objective == "kd" and c.tokens})
-    head = ["cache bytes of", "", "after fits", *(f"then {t / 1e6:.3g}M tokens" for t in budgets)]
+    budgets = sorted({(c.tokens, c.objective) for c in cells if c.objective in OBJECTIVES and c.tokens})
+    head = ["cache bytes of", "", "after fits"]
+    head += [f"{OBJECTIVES[how]} on {tokens / 1e6:.3g}M tokens" for tokens, how in budgets]
     as_wide = any("/wide" in c.equal_to and c.start == "joint" for c in cells)
     head += ["for the FLOPs of wide R=2"] if as_wide else []
     lines = []
     for groups in sorted({c.groups for c in cells if c.start == "joint"}, reverse=True):
         for form in forms(groups, heads, wide):
-            taught = [replace(form, objective="kd", tokens=t) for t in budgets if form.start != "original"]
+            taught = [
+                replace(form, objective=how, tokens=t) for t, how in budgets if form.start != "original"
+            ]
             found = [rows.get(key_of(c), []) for c in (form, *taught)]
             if as_wide and form.start != "original":
-                found.append(_as_wide(rows, form, groups, budgets[0]))
+                found.append(_as_wide(rows, form, groups, budgets[0][0]))
             if any(found) or form.wide == 1:
                 cells_of_line = [*map(spread, found), *[""] * (len(head) - 2 - len(found))]
                 lines.append([f"GQA-{groups}", form_name(form), *cells_of_line])
@@ -190,7 +194,11 @@ def positions(record: Mapping[str, Any]) -> str:
     ):
         cell = Cell.of(found[0])
         means = [statistics.mean(row["loss_by_position"][e] for row in found) for e in edges]
-        what = f", {cell.tokens / 1e6:.3g}M tokens" if cell.tokens else ", fits"
+        what = (
+            f", {OBJECTIVES.get(cell.objective, 'text')} {cell.tokens / 1e6:.3g}M tokens"
+            if cell.tokens
+            else ", fits"
+        )
         text = ", generated text" if cell.text == "generate" else ""
         gaps = (
             f"{mean - original['loss_by_position'][e]:+.4f}" for mean, e in zip(means, edges, strict=True)

@@ -119,7 +119,7 @@ def test_gaps_by_position_are_means_over_seeds(tmp_path: Path) -> None:
     rows += [entry(replace(TAUGHT, wide=2), 3.02), entry(Cell("original", 16, cache="int8"), 3.001)]
     text = frontier.positions(record(ledger(tmp_path, *rows)))
     assert "| positions | 0-16 | 16-32 |" in text and "| GQA-4, fits | +0.0600 | +0.0300 |" in text
-    assert "| wide R=2: 2 heads (cache of GQA-4), 2.71M tokens | +0.0200 | +0.0100 |" in text
+    assert "| wide R=2: 2 heads (cache of GQA-4), distilled 2.71M tokens | +0.0200 | +0.0100 |" in text
 
 
 def test_probes_are_rendered_with_what_counts() -> None:

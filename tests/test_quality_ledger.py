@@ -6,6 +6,7 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from conftest import pico_llama
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
+import _quality_bench
 import _quality_cells as cells
 import quality_floor
 import quality_ledger
@@ -262,6 +264,27 @@ def test_the_bench_measures_a_conversion_an_uptraining_and_the_same_flops(tmp_pa
     assert 0 < abs(rounded["loss"] - found["loss"]) < 0.05 and rounded["flops"] == found["flops"]
     line = quality_ledger.row_of(row, found, 1.0, args, bench)
     assert line["key"] == row.key and line["rates"] == {"kd": 1e-3} and line["kl"] > 0
+
+
+@pytest.mark.parametrize(
+    ("objective", "taught", "weight"), [("kd", True, 0.0), ("mix", True, 0.5), ("ce", False, 0.0)]
+)
+def test_an_objective_says_whether_a_teacher_takes_part(
+    objective: str, taught: bool, weight: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: dict[str, Any] = {}
+
+    def uptrain(model: str, out: str, data: list[str], **words: Any) -> Any:
+        asked.update(words)
+        return SimpleNamespace(budget={"tokens": 9, "steps": 1, "unique_tokens": 9})
+
+    monkeypatch.setattr(_quality_bench, "uptrain", uptrain)
+    args = SimpleNamespace(model="original", window=64)
+    bench = SimpleNamespace(args=args, device="cpu", parts=SimpleNamespace(path=lambda name: name))
+    cell = cells.Cell("joint", 2, "fits", objective=objective, tokens=9, seed=3)
+    found = _quality_bench.Bench._uptrain(bench, cell, tmp_path, tmp_path / "o", 9, 5e-4)  # type: ignore[arg-type]
+    assert (asked["teacher"] == "original", asked["ce_weight"]) == (taught, weight)
+    assert asked["learning_rate"] == 5e-4 and asked["seed"] == 3 and found["tokens"] == 9
 
 
 def test_the_floor_goes_on_where_it_stopped() -> None:

@@ -33,6 +33,7 @@ os.environ |= {
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "OMP_NUM_THREADS": "1",
+    "CUDA_VISIBLE_DEVICES": "",
     "TRANSFORMERS_VERBOSITY": "critical",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
 }
@@ -42,7 +43,7 @@ from fuzz import configs, recipes, texts, weights  # noqa: E402
 from fuzz.ledger import Ledger  # noqa: E402
 from fuzz.trial import Room, Trial, attempt  # noqa: E402
 
-MEMORY = 8 << 30  # bytes of addresses that a process may take
+MEMORY = 8 << 30  # bytes of addresses that a process may take, beyond what its libraries have
 SHM = "/dev/shm"
 # Kind -> its share of the inputs, in thousandths.
 KINDS: tuple[tuple[Callable[[random.Random, Room], Trial], int], ...] = (
@@ -148,7 +149,8 @@ class Workers:
         code = 1
         try:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+            most = MEMORY + _addresses()
+            resource.setrlimit(resource.RLIMIT_AS, (most, most))
             self._work(turns, first, place)
             code = 0
         except BaseException:
@@ -273,6 +275,12 @@ def try_all(options: argparse.Namespace, ledger: Ledger) -> None:
     print(f"{endings.total():,} inputs, {len(faults)} kinds of faults, {time.monotonic() - began:.0f} s")
     if faults:
         raise SystemExit(1)
+
+
+def _addresses() -> int:
+    """Bytes of addresses that this process takes."""
+    sizes = Path("/proc/self/statm")
+    return int(sizes.read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE") if sizes.exists() else 0
 
 
 def load_everything() -> None:

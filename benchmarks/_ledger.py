@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from _loss_tables import label
-from _quality_cells import superseded
+from _quality_cells import Cell, rates_of
 
 # What a fit of `_quality_cells.FITS` is called, as a variant of `quality.py`.
 VARIANTS = {
@@ -26,17 +26,18 @@ def record(path: Path) -> dict[str, Any]:
     """The rows of the table, the runs that measured them, and the protocol.
 
     Args:
-        path: The ledger. Of several rows with one key the last counts, and none whose rates are not those that the
-            tuning rows choose.
+        path: The ledger. Of several rows with one key and the same rates the last counts; a row whose rates are not
+            those that the tuning rows choose says so (`at_rate`), and is a row of its own.
 
     Raises:
         StopIteration: It holds no row of the original.
     """
-    lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
-    entries = {entry["key"]: entry for entry in lines if "error" not in entry}
-    for key in superseded(entries):
-        del entries[key]
-    table = [entry for entry in entries.values() if entry["part"] == "valid"]
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    found = [entry for entry in lines if "error" not in entry]
+    tuned = {entry["key"]: entry for entry in found if entry.get("tunes")}
+    last = {(entry["key"], _at_rate(entry, tuned)): entry for entry in found if entry["part"] == "valid"}
+    table = [entry | ({"at_rate": rate} if rate else {}) for (_, rate), entry in last.items()]
+    entries = {entry["key"]: entry for entry in found}
     original = next(
         e for e in table if e["start"] == "original" and not (e.get("objective") or e.get("cache"))
     )
@@ -59,6 +60,14 @@ def record(path: Path) -> dict[str, Any]:
     }
 
 
+def _at_rate(entry: dict[str, Any], tuned: dict[str, dict[str, Any]]) -> str:
+    """`rate 0.001` where an entry was not made at the rates that tuning chose, else nothing."""
+    chosen = rates_of(Cell.of(entry), tuned)
+    other = {kind: rate for kind, rate in entry.get("rates", chosen).items() if rate != chosen.get(kind)}
+    names = {kind: "fit rate" if kind == "fit" else "rate" for kind in other}
+    return ", ".join(f"{names[kind]} {rate:g}" for kind, rate in other.items())
+
+
 def _row(entry: dict[str, Any], entries: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """One line as a row of `quality.py`."""
     start = SCRATCH if entry["start"] == "scratch" else entry["start"]
@@ -78,6 +87,8 @@ def _row(entry: dict[str, Any], entries: dict[str, dict[str, Any]]) -> dict[str,
     }
     if entry.get("tokens"):
         row["tokens"] = entry["tokens"]
+    if entry.get("at_rate"):
+        row["at_rate"] = entry["at_rate"]
     if other := entries.get(entry.get("equal_to", "")):
         row["as_much_as"] = label(_row(other, entries))
     return row

@@ -29,6 +29,8 @@ def label(row: Mapping[str, Any]) -> str:
         name += f", {row['tokens'] / 1e6:.3g}M tokens"
     if "as_much_as" in row:
         name += f", as many FLOPs as *{row['as_much_as']}*"
+    if "at_rate" in row:
+        name += f", {row['at_rate']}"
     return name + (f", alpha {row['alpha']:g}" if "alpha" in row else "")
 
 

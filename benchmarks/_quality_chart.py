@@ -34,38 +34,43 @@ class Line:
     points: Mapping[int, Sequence[Mapping[str, float]]]
 
 
+Form = tuple[str, int, int, str]  # start, how many times G heads, R, cache
+FORMS: dict[tuple[str, str], Form] = {
+    ("plain heads", "--s3"): ("joint", 1, 1, ""),
+    ("wide heads, R=2", "--s4"): ("joint", 1, 2, ""),
+    ("twice the heads, 8-bit cache", "--s5"): ("joint", 2, 1, "int8"),
+    ("mean pooling, distilled", "--s2"): ("mean", 1, 1, ""),
+}
+
+
 def lines(rows: Rows, num_kv_heads: int) -> list[Line]:
     """Plain and wide heads, GQA-2G with an 8-bit cache, mean pooling with distillation; without those not run."""
-    cells = [Cell.of(found[0]) for found in rows.values()]
+    drawn = [(Cell.of(found[0]), _point(found)) for found in at_one_rate(rows).values()]
+    kept = [
+        (cell, point) for cell, point in drawn if cell.text == "calibration" and cell.objective in ("", "kd")
+    ]
+    kept = [
+        (cell, point)
+        for cell, point in kept
+        if cell.fit == "fits" or (cell.start == "mean" and cell.objective)
+    ]
     found = []
-    for name, colour, form in (
-        ("plain heads", "--s3", lambda c, g: (c.start, c.groups, c.wide, c.cache) == ("joint", g, 1, "")),
-        ("wide heads, R=2", "--s4", lambda c, g: (c.start, c.groups, c.wide, c.cache) == ("joint", g, 2, "")),
-        (
-            "twice the heads, 8-bit cache",
-            "--s5",
-            lambda c, g: (c.start, c.groups, c.wide, c.cache) == ("joint", 2 * g, 1, "int8"),
-        ),
-        (
-            "mean pooling, distilled",
-            "--s2",
-            lambda c, g: (c.start, c.groups, c.objective) == ("mean", g, "kd"),
-        ),
-    ):
-        kept = [
-            c
-            for c in cells
-            if c.text == "calibration" and c.objective in ("", "kd") and c.fit in ("fits", "merged")
-        ]
-        kept = [c for c in kept if c.start == "mean" or c.fit == "fits"]
-        points = {
-            g: [_point(rows[key_of(c)]) for c in kept if form(c, g)] for g in GROUPS if g < num_kv_heads
+    for (name, colour), (start, times, wide, cache) in FORMS.items():
+        points: dict[int, list[dict[str, float]]] = {
+            g: [p for c, p in kept if (c.start, c.groups, c.wide, c.cache) == (start, times * g, wide, cache)]
+            for g in GROUPS
+            if g < num_kv_heads
         }
         if any(points.values()):
-            found.append(
-                Line(name, colour, {g: sorted(p, key=lambda x: x["flops"]) for g, p in points.items()})
-            )
+            ordered = {g: sorted(those, key=lambda point: point["flops"]) for g, those in points.items()}
+            found.append(Line(name, colour, ordered))
     return found
+
+
+def at_one_rate(rows: Rows) -> Rows:
+    """Without the rows at the rate that tuning chose where others were made at another: all forms at the same one."""
+    other = {key_of(Cell.of(found[0])) for found in rows.values() if found[0].get("at_rate")}
+    return {key: found for key, found in rows.items() if key not in other}
 
 
 def _point(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -146,6 +151,9 @@ def chart(record: Mapping[str, Any]) -> str:
                 parts += panel.curve(line.points.get(g, []), cost, line.colour) if line.points.get(g) else []
     size = f"0 0 {LEFT + 2 * PANEL + GAP + 12} {TOP + len(GROUPS) * height}"
     title = "Gap to the original against FLOPs and unique tokens: " + ", ".join(line.name for line in drawn)
+    rates = sorted({found[0]["at_rate"] for found in rows.values() if found[0].get("at_rate")})
+    if rates:
+        parts[0] = parts[0].replace("per token", f"per token; joint distilled at {', '.join(rates)}")
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{size}" role="img" aria-label="{title}">'
         f"<style>{STYLE}</style>\n" + "\n".join(parts) + "\n</svg>\n"

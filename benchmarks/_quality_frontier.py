@@ -22,13 +22,21 @@ Rows = Mapping[str, Sequence[Mapping[str, Any]]]  # by key without the seed
 
 
 def by_configuration(entries: Iterable[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
-    """The rows of the table by their keys without seeds, each with its `gap` to the original."""
+    """The rows of the table by their keys without seeds, each with its `gap` to the original.
+
+    Rows that were not made at the rates that tuning chose have the rate in their key (`key_at`).
+    """
     table = [entry for entry in entries if entry["part"] == "valid"]
     found: dict[str, list[Mapping[str, Any]]] = {}
     for entry in table:
-        found.setdefault(SEED.sub("", entry["key"]), []).append(entry)
+        found.setdefault(key_at(SEED.sub("", entry["key"]), entry.get("at_rate", "")), []).append(entry)
     (original,) = (row for row in table if _is_original(row))
     return {key: [r | {"gap": r["loss"] - original["loss"]} for r in rows] for key, rows in found.items()}
+
+
+def key_at(key: str, rate: str) -> str:
+    """The key of a configuration at other rates than the chosen ones."""
+    return f"{key} at {rate}" if rate else key
 
 
 def spread(rows: Sequence[Mapping[str, Any]], name: str = "gap") -> str:
@@ -77,20 +85,25 @@ def same_bytes(record: Mapping[str, Any]) -> str:
     rows, heads = by_configuration(record["entries"]), record["num_kv_heads"]
     cells = [Cell.of(found[0]) for found in rows.values()]
     wide = sorted({c.wide for c in cells} - {1})
-    budgets = sorted({(c.tokens, c.objective) for c in cells if c.objective in OBJECTIVES and c.tokens})
+    taught = {
+        (f[0]["tokens"], f[0]["objective"], f[0].get("at_rate", "")) for f in rows.values() if _taught(f[0])
+    }
+    budgets = sorted(taught)
     head = ["cache bytes of", "", "after fits"]
-    head += [f"{OBJECTIVES[how]} on {tokens / 1e6:.3g}M tokens" for tokens, how in budgets]
+    head += [
+        f"{OBJECTIVES[how]} on {tokens / 1e6:.3g}M tokens" + (f" at {rate}" if rate else "")
+        for tokens, how, rate in budgets
+    ]
     as_wide = any("/wide" in c.equal_to and c.start == "joint" for c in cells)
     head += ["for the FLOPs of wide R=2"] if as_wide else []
     lines = []
     for groups in sorted({c.groups for c in cells if c.start == "joint"}, reverse=True):
         for form in forms(groups, heads, wide):
-            taught = [
-                replace(form, objective=how, tokens=t) for t, how in budgets if form.start != "original"
-            ]
-            found = [rows.get(key_of(c), []) for c in (form, *taught)]
-            if as_wide and form.start != "original":
-                found.append(_as_wide(rows, form, groups, budgets[0][0]))
+            found = [rows.get(key_of(form), [])]
+            if form.start != "original":
+                made = ((replace(form, objective=how, tokens=t), rate) for t, how, rate in budgets)
+                found += [rows.get(key_at(key_of(cell), rate), []) for cell, rate in made]
+                found += [_as_wide(rows, form, groups, budgets[0][0])] if as_wide else []
             if any(found) or form.wide == 1:
                 cells_of_line = [*map(spread, found), *[""] * (len(head) - 2 - len(found))]
                 lines.append([f"GQA-{groups}", form_name(form), *cells_of_line])
@@ -101,9 +114,41 @@ def same_bytes(record: Mapping[str, Any]) -> str:
             seen.add(line[0]),
         )
     return (
-        "Gap to the original in nats per token, by the bytes of the KV cache; the rate of each row is the best of its "
-        f"kind on the tuning part.\n\n{markdown(head, lines)}"
+        "Gap to the original in nats per token, by the bytes of the KV cache. The rate of a row is the best of its kind on "
+        f"the tuning part, where its column names no other.\n\n{markdown(head, lines)}"
+        + _wide_or_8_bits(rows, heads)
     )
+
+
+def _wide_or_8_bits(rows: Rows, num_kv_heads: int) -> str:
+    """What wide heads and an 8-bit cache each take away of the plain gap at the same bytes, and both together."""
+    sentences = []
+    for groups in (g for g in (8, 4, 2) if 2 * g < num_kv_heads):
+        for stage, words in (
+            ("after fits", {}),
+            ("after 2.71M tokens", {"objective": "kd", "tokens": 2_713_000}),
+        ):
+            plain = replace(Cell("joint", groups, "fits"), **words)  # type: ignore[arg-type]
+            twice = replace(plain, groups=2 * groups, cache="int8")
+            cells = [plain, replace(plain, wide=2), twice, replace(twice, wide=2)]
+            keys, said = alike(rows, *map(key_of, cells[:3]))
+            if not keys:
+                continue
+            gaps = [mean_gap(rows, key) for key in keys]
+            flops = [rows[key][0]["flops"] for key in keys]
+            both = mean_gap(rows, key_at(key_of(cells[3]), said.removeprefix(" at ")))
+            shares = [f"{(gaps[0] - gap) / gaps[0]:.0%}" for gap in (*gaps[1:], both) if gap is not None]
+            sentences.append(
+                f"{stage}{said}, at the bytes of GQA-{groups}, wide heads R=2 take away {shares[0]} of the plain gap for "
+                f"{flops[1] / flops[0]:.2f} times the FLOPs, GQA-{2 * groups} with an 8-bit cache {shares[1]} for "
+                f"{flops[2] / flops[0]:.2f} times"
+                + (f", and both together {shares[2]}" if both is not None else "")
+            )
+    return "\n\n" + "\n".join(f"- {x[0].upper()}{x[1:]}." for x in sentences) if sentences else ""
+
+
+def _taught(row: Mapping[str, Any]) -> bool:
+    return row.get("objective") in OBJECTIVES and row["start"] == "joint" and bool(row.get("tokens"))
 
 
 def _as_wide(rows: Rows, form: Cell, groups: int, tokens: int) -> Sequence[Mapping[str, Any]]:
@@ -123,24 +168,49 @@ def mean_gap(rows: Rows, key: str) -> float | None:
     return statistics.mean(found) if found else None
 
 
+def alike(rows: Rows, *keys: str) -> tuple[list[str], str]:
+    """The keys at the chosen rates, or, where these were not run, at one other rate that they share, or each at its own.
+
+    Returns:
+        Keys of `rows`, and what to say of the rates; no keys where one was not run at all.
+    """
+    rates = ["", *sorted({found[0]["at_rate"] for found in rows.values() if found[0].get("at_rate")})]
+    for rate in rates:
+        if all(key_at(key, rate) in rows for key in keys):
+            return [key_at(key, rate) for key in keys], f" at {rate}" if rate else ""
+    own = [next((key_at(key, rate) for rate in rates if key_at(key, rate) in rows), "") for key in keys]
+    if not all(own):
+        return [], ""
+    return own, "".join(
+        sorted({f" at {rows[key][0]['at_rate']}" for key in own if rows[key][0].get("at_rate")})
+    )
+
+
 def _gap(rows: Rows, bar: Mapping[str, Any]) -> tuple[str, bool | None]:
-    gap = mean_gap(rows, bar["row"])
-    return spread(rows.get(bar["row"], [])), None if gap is None else gap <= bar["at_most"]
+    (key,), said = alike(rows, bar["row"]) if alike(rows, bar["row"])[0] else ([""], "")
+    gap = mean_gap(rows, key)
+    return spread(rows.get(key, [])) + said, None if gap is None else gap <= bar["at_most"]
+
+
+def _two(rows: Rows, bar: Mapping[str, Any]) -> tuple[float | None, float | None, str]:
+    keys, said = alike(rows, bar["row"], bar["other"])
+    ours, theirs = (mean_gap(rows, key) for key in keys or ("", ""))
+    return ours, theirs, said
 
 
 def _not_behind(rows: Rows, bar: Mapping[str, Any]) -> tuple[str, bool | None]:
-    ours, theirs = mean_gap(rows, bar["row"]), mean_gap(rows, bar["other"])
+    ours, theirs, said = _two(rows, bar)
     if ours is None or theirs is None:
         return NOT_RUN, None
-    return f"{ours:+.4f} against {theirs:+.4f}", ours <= theirs
+    return f"{ours:+.4f} against {theirs:+.4f}{said}", ours <= theirs
 
 
 def _share(rows: Rows, bar: Mapping[str, Any]) -> tuple[str, bool | None]:
-    ours, plain = mean_gap(rows, bar["row"]), mean_gap(rows, bar["other"])
+    ours, plain, said = _two(rows, bar)
     if ours is None or plain is None:
         return NOT_RUN, None
     share = (plain - ours) / plain
-    return f"{share:.0%} of {plain:+.4f}", share >= bar["at_least"]
+    return f"{share:.0%} of {plain:+.4f}{said}", share >= bar["at_least"]
 
 
 MEASURES: dict[str, Callable[[Rows, Mapping[str, Any]], tuple[str, bool | None]]] = {
@@ -203,7 +273,8 @@ def positions(record: Mapping[str, Any]) -> str:
         gaps = (
             f"{mean - original['loss_by_position'][e]:+.4f}" for mean, e in zip(means, edges, strict=True)
         )
-        lines.append([f"{_full_name(cell)}{text}{what}", *gaps])
+        rate = f", {found[0]['at_rate']}" if found[0].get("at_rate") else ""
+        lines.append([f"{_full_name(cell)}{text}{what}{rate}", *gaps])
     return (
         f"Gap to the original by position in the text.\n\n{markdown(['positions', *edges], lines)}"
         if lines

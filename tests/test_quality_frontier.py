@@ -50,6 +50,7 @@ def ledger(tmp_path: Path, *rows: dict[str, Any]) -> Path:
 
 PLAIN = Cell("joint", 4, "fits")
 TAUGHT = Cell("joint", 4, "fits", objective="kd", tokens=2_713_000)
+WIDE = replace(TAUGHT, wide=2)
 
 
 def test_what_holds_the_same_bytes_stands_together(tmp_path: Path) -> None:
@@ -68,12 +69,42 @@ def test_what_holds_the_same_bytes_stands_together(tmp_path: Path) -> None:
     assert "|  | wide R=2: 4 heads, int8 cache | +0.0050 | not run |" in text
 
 
-def test_a_row_at_a_rate_that_tuning_left_stands_in_no_table(tmp_path: Path) -> None:
-    old = entry(TAUGHT, 3.03, rates={"fit": RATES["joint"], "kd": 1e-3})
-    assert "+0.03" not in frontier.same_bytes(record(ledger(tmp_path, entry(PLAIN, 3.05), old)))
-    assert "+0.01" in frontier.same_bytes(
-        record(ledger(tmp_path, entry(PLAIN, 3.05), old, entry(TAUGHT, 3.01)))
-    )
+def test_a_row_at_a_rate_that_tuning_left_has_a_column_that_names_it(tmp_path: Path) -> None:
+    old = [
+        entry(cell, loss, rates={"fit": RATES["joint"], "kd": 1e-3})
+        for cell, loss in ((TAUGHT, 3.03), (WIDE, 3.02))
+    ]
+    path = ledger(
+        tmp_path, entry(PLAIN, 3.05), entry(TAUGHT, 3.01), *old
+    )  # the newest at a rate is kept, whatever order
+    found = record(path)
+    text = frontier.same_bytes(found)
+    head, *lines = (line for line in text.splitlines() if line.startswith("|"))
+    assert "| distilled on 2.71M tokens | distilled on 2.71M tokens at rate 0.001 |" in head
+    assert "| GQA-4 (4:1) | GQA-4 | +0.0500 | +0.0100 | +0.0300 |" in lines
+    assert "|  | wide R=2: 2 heads | not run | not run | +0.0200 |" in lines
+    losses = tables.tables(path)[1]
+    assert "→ distillation, 2.71M tokens, rate 0.001 | 3.030 |" in losses
+    assert "→ distillation, 2.71M tokens | 3.010 |" in losses
+    rows = frontier.by_configuration(found["entries"])
+    bar = {"measure": "not behind", "row": frontier.key_of(WIDE), "other": frontier.key_of(TAUGHT)}
+    assert frontier.verdict(rows, bar) == ("+0.0200 against +0.0300 at rate 0.001", "met")
+    bar = {"measure": "gap", "row": frontier.key_of(TAUGHT), "at_most": 0.02}
+    assert frontier.verdict(rows, bar) == ("+0.0100", "met")
+    bar = {"measure": "gap", "row": frontier.key_of(WIDE), "at_most": 0.01}
+    assert frontier.verdict(rows, bar) == ("+0.0200 at rate 0.001", "**missed**")
+    assert chart(found).count('style="fill:var(--s3)"') == 2 + 2 * 2  # the legend, and plain rows at one rate
+
+
+def test_what_wide_heads_and_8_bits_take_away_is_said_at_one_rate(tmp_path: Path) -> None:
+    rows = [entry(PLAIN, 3.10, flops=2e15), entry(Cell("joint", 4, "fits", wide=2), 3.04, flops=3e15)]
+    rows += [entry(Cell("joint", 8, "fits", cache="int8"), 3.02, flops=2.1e15)]
+    rows += [entry(Cell("joint", 8, "fits", cache="int8", wide=2), 3.01)]
+    text = frontier.same_bytes(record(ledger(tmp_path, *rows)))
+    assert (
+        "- After fits, at the bytes of GQA-4, wide heads R=2 take away 60% of the plain gap for 1.50 times the FLOPs, "
+        "GQA-8 with an 8-bit cache 80% for 1.05 times, and both together 90%."
+    ) in text
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from mha2gqa.checkpoints.loading import load_tokenizer
 from mha2gqa.conversion.inputs import Inputs, calibration_inputs, held_out_loss
 from mha2gqa.conversion.options import CalibrationOptions
 from mha2gqa.data import PairOptions
-from mha2gqa.errors import DataError
+from mha2gqa.errors import DataError, UsageError
 from mha2gqa.evaluation import evaluate
 from mha2gqa.reconstruct import ReconstructConfig, distill, reconstruct
 
@@ -214,6 +214,16 @@ def test_data_that_cannot_calibrate(root: Path, tmp_path: Path, kind: str, data:
     with pytest.raises(DataError, match=message):
         convert(root / kind, tmp_path / "out", 4, calibration=data, device="cpu")
     assert not (tmp_path / "out").exists()
+
+
+def test_transcripts_that_are_empty_say_who_can_write_them(root: Path, tmp_path: Path) -> None:
+    audio_folder(tmp_path / "mute", ["", "", "", ""])
+    with pytest.raises(
+        DataError, match=r"all its 4 rows lack a source or a target; fill .*--targets generate"
+    ):
+        convert(root / "whisper", tmp_path / "out", 4, calibration=tmp_path / "mute", device="cpu")
+    with pytest.raises(UsageError, match=r"writes nothing without a source; .* --targets generate"):
+        convert(root / "whisper", tmp_path / "out", 4, calibration="generate", device="cpu")
 
 
 def test_few_targets_are_refused(root: Path, tmp_path: Path) -> None:

@@ -106,9 +106,9 @@ def check_decoder(config: Mapping[str, Any], option: str = CALIBRATION) -> None:
     """
     if getattr(known_config(config), "is_encoder_decoder", False):
         raise UsageError(
-            f"a {config.get('model_type')} model reads text before it writes any",
+            f"a {config.get('model_type')} model writes nothing without a source",
             where=f"{option} generate",
-            fix=f"give {option} FILE",
+            fix=f"give {option} FILE; to sources or recordings alone the original writes with --targets generate",
         )
 
 

@@ -123,7 +123,12 @@ class PairSource:
         if not found:
             where = ", ".join(self.names)
             if self.empty:
-                raise DataError(f"all its {self.empty} rows lack a source or a target", where=where)
+                generate = "; the original can write the targets: --targets generate" if self.targets else ""
+                raise DataError(
+                    f"all its {self.empty} rows lack a source or a target",
+                    where=where,
+                    fix=f"fill its columns{generate}",
+                )
             raise DataError("there are no pairs in it", where=where)
 
     def _lacks_target(self, pair: Pair) -> bool:

@@ -86,14 +86,23 @@ class Accumulator:
             self.received *= real.shape[1] / real.sum(1, keepdim=True)
         if self.keys is not None:
             self.received *= self.keys.sum(1, keepdim=True) / self.keys.shape[1]
-        gram = (scores.mT @ scores).to(torch.float64) / weights.shape[1]  # [B, S, S]
-        mixed = sum(x.T @ (g @ x) for g, x in zip(gram, self.current, strict=True))
-        assert isinstance(mixed, Tensor)
+        mixed = self._mixed(scores, weights.shape[1])
         q = queries.detach().transpose(0, 1).flatten(1, 2).to(torch.float64)  # [H, B T, d]
         second = q.mT @ q
         self.mixed = mixed if self.mixed is None else self.mixed.add_(mixed)
         self.queries = second if self.queries is None else self.queries.add_(second)
         self.read += queries.shape[0] * queries.shape[2] if real is None else int(real.sum())
+
+    def _mixed(self, scores: Tensor, heads: int) -> Tensor:
+        """Sum of `y yᵀ` over the inputs y that queries average, `[n, n]`, from their weights `[B, H T, S]`; mean of heads."""
+        assert self.current is not None
+        if scores.shape[1] < scores.shape[2]:  # few queries on much sound: the averages themselves
+            y = scores.to(torch.float64) @ self.current  # [B, H T, n]
+            return (y.mT @ y).sum(0) / heads
+        gram = (scores.mT @ scores).to(torch.float64) / heads  # [B, S, S]
+        mixed = sum(x.T @ (g @ x) for g, x in zip(gram, self.current, strict=True))
+        assert isinstance(mixed, Tensor)
+        return mixed
 
     def leave(self) -> None:
         """The call is over."""

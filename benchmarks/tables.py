@@ -172,6 +172,25 @@ def walk_quality(record: Mapping[str, Any]) -> str:
     )
 
 
+def demo(record: Mapping[str, Any]) -> str:
+    """What `mha2gqa demo` shows, and how long it took."""
+    rows, first = record["rows"], record["rows"][0]["perplexity"]
+    body = [
+        [
+            row["label"],
+            f"{row['loss']:.4f}",
+            f"{row['perplexity']:.1f}",
+            "" if row is rows[0] else f"{100 * (row['perplexity'] / first - 1):+.1f} %",
+            f"{row['kv_bytes_per_token']:,} B",
+        ]
+        for row in rows
+    ]
+    head = ["model", "loss", "perplexity", "against the original", "KV cache per token"]
+    setup = record["setup"]
+    took = f"{record['seconds']:.0f} s on {setup['cores_used']} cores of a {setup['hardware']['cpu']}"
+    return f"{markdown(head, body)}\n\n{took}, downloads and installation left out."
+
+
 # What a results file's command begins with -> its tables.
 RENDERERS: dict[str, Sequence[Callable[[Mapping[str, Any]], str]]] = {
     "benchmarks/quality.py": (quality, cost),
@@ -192,6 +211,7 @@ RENDERERS: dict[str, Sequence[Callable[[Mapping[str, Any]], str]]] = {
     "benchmarks/real/suite.py": (real,),
     "tests/fuzz/run.py": (fuzz,),
     "tests/kills/run.py": (kills,),
+    "mha2gqa demo": (demo,),
     "mha2gqa sweep": (sweep,),
     "mha2gqa convert": (walk_quality,),
 }

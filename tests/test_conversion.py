@@ -359,7 +359,7 @@ def test_convert_state_dict_of_an_own_model() -> None:
 
 
 def test_an_architecture_that_a_model_cannot_be_written_as(pico: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="--as: llama cannot be written as phi; leave it out"):
+    with pytest.raises(UsageError, match="as_: llama cannot be written as phi; leave it out"):
         convert(pico, tmp_path / "out", 2, as_="phi")
     assert not (tmp_path / "out").exists()
 

@@ -281,7 +281,7 @@ def test_c27_baichuan_stays_refused_until_llama_is_asked_for(tmp_path: Path) -> 
     config |= {"model_type": "baichuan", "architectures": ["BaiChuanForCausalLM"]}
     config |= {"auto_map": {"AutoModelForCausalLM": "modeling_baichuan.BaiChuanForCausalLM"}}
     write_folder(tmp_path / "s", config, tensors)
-    with pytest.raises(UnsupportedModelError, match="its own code cannot hold fewer KV heads; --as llama"):
+    with pytest.raises(UnsupportedModelError, match="its own code cannot hold fewer KV heads; as_ llama"):
         convert(tmp_path / "s", tmp_path / "out", 2)
     convert(tmp_path / "s", tmp_path / "same", H, as_="llama")
     pack = tensors["model.layers.1.self_attn.W_pack.weight"]

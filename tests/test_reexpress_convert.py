@@ -252,7 +252,7 @@ def test_falcon_with_alibi_becomes_multi_query(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="all KV heads or one, nothing between"):
         convert(tmp_path / "rw", tmp_path / "no", 2)
     pico(tmp_path / "parallel", "Falcon", FALCON)
-    with pytest.raises(UsageError, match=r"--as falcon writes it so"):
+    with pytest.raises(UsageError, match=r"as_ falcon writes it so"):
         convert(tmp_path / "parallel", tmp_path / "no", 2)
     result = convert(tmp_path / "parallel", tmp_path / "new", 2, as_="falcon")
     assert read_config(tmp_path / "new")["num_kv_heads"] == 2 and not failed(result.verification)
@@ -260,9 +260,9 @@ def test_falcon_with_alibi_becomes_multi_query(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_meant_is_refused_in_one_line(neox: Path, tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match=r"ignores num_key_value_heads; convert with --as auto"):
+    with pytest.raises(UnsupportedModelError, match=r"ignores num_key_value_heads; convert with as_ auto"):
         convert(neox, tmp_path / "out", 2, as_="none")
-    with pytest.raises(UsageError, match=r"--as: gpt_neox cannot be written as llama; it can be written as"):
+    with pytest.raises(UsageError, match=r"as_: gpt_neox cannot be written as llama; it can be written as"):
         convert(neox, tmp_path / "out", 2, as_="llama")
     with pytest.raises(UsageError, match="this gpt_neox can only be written as phi"):
         convert(neox, tmp_path / "out", 2, as_="nemotron")
@@ -273,7 +273,7 @@ def test_what_cannot_be_meant_is_refused_in_one_line(neox: Path, tmp_path: Path)
         convert(tmp_path / "gpt2", tmp_path / "out", 2, as_="gpt_bigcode")
     config = {"model_type": "baichuan", "auto_map": {"AutoModelForCausalLM": "modeling_baichuan.X"}, **IDS}
     write_folder(tmp_path / "remote", config, {"model.norm.weight": torch.ones(4)})
-    with pytest.raises(UnsupportedModelError, match="its own code cannot hold fewer KV heads; --as llama"):
+    with pytest.raises(UnsupportedModelError, match="its own code cannot hold fewer KV heads; as_ llama"):
         convert(tmp_path / "remote", tmp_path / "out", 2)
     assert not (tmp_path / "out").exists()
 

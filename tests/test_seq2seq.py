@@ -98,9 +98,9 @@ def test_original_and_converted_are_scored_on_the_same_targets(tmp_path: Path, d
 def test_kinds_of_models_and_protocols_that_do_not_go_together(tmp_path: Path, data: Path) -> None:
     t5, gpt2 = saved_t5(tmp_path / "t5"), word_tokenizer(tmp_path / "gpt2")
     stock_model("gpt2").save_pretrained(gpt2)
-    with pytest.raises(UsageError, match="window does not fit an encoder-decoder; try --protocol span"):
+    with pytest.raises(UsageError, match="window does not fit an encoder-decoder; try protocol span"):
         evaluate([t5, gpt2], str(data))
-    with pytest.raises(UsageError, match="does not fit a decoder; try --protocol blocks"):
+    with pytest.raises(UsageError, match="does not fit a decoder; try protocol blocks"):
         evaluate(gpt2, str(data), protocol="span-corruption")
     none = saved_t5(tmp_path / "none", sentinels=0)
     with pytest.raises(DataError, match="an encoder-decoder needs the columns source and target"):

@@ -196,7 +196,7 @@ def test_another_command_is_refused_by_what_changed_and_nothing_is_lost(text: st
     subprocess.run([*worker, str(tmp_path / "out"), text, "1"], capture_output=True)
     kept = {p.name: p.read_bytes() for p in (tmp_path / "out.convert").glob("*.safetensors")}
     changed = OPTIONS | {"fit": ReconstructConfig(**{**vars(FIT), "steps": 13})}
-    with pytest.raises(UsageError, match=r"2 finished layers .*fit\.steps: 12 -> 13.*--force"):
+    with pytest.raises(UsageError, match=r"2 finished layers .*fit\.steps: 12 -> 13.*force=True"):
         mha2gqa.convert(source, tmp_path / "out", 2, calibration=[text], **changed)
     with pytest.raises(UsageError, match="seed: 0 -> 5"):
         mha2gqa.convert(source, tmp_path / "out", 2, calibration=[text], seed=5, **OPTIONS)

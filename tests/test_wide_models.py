@@ -186,9 +186,9 @@ def test_fits_work_on_wide_heads(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "groups", "what"),
     [
-        ({"wide": 3}, 4, "does not divide --groups 4; use one of 2, 4"),
+        ({"wide": 3}, 4, "does not divide groups 4; use one of 2, 4"),
         ({"wide": 8}, 4, "more than the 4 KV heads that share the cache; use one of 2, 4"),
-        ({"wide": 2}, 1, "more than the 1 KV heads that share the cache; convert without --wide"),
+        ({"wide": 2}, 1, "more than the 1 KV heads that share the cache; convert without wide"),
         ({"wide": 2, "method": "mean"}, 4, "needs the joint optimum"),
         ({"wide": 0}, 4, "must be >= 1"),
         ({"wide": 2}, 6, "6 does not divide the 8 KV heads"),
@@ -284,7 +284,7 @@ def test_plan_says_when_ranks_are_more_than_wide_heads(tmp_path: Path, tp: int, 
 
 
 def test_plan_refuses_as_convert_does_and_counts_what_it_writes(pico: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="does not divide --groups 4"):
+    with pytest.raises(UsageError, match="does not divide groups 4"):
         plan(pico, groups=4, wide=3)
     found, made = plan(pico, groups=4, wide=2), mha2gqa.convert(pico, tmp_path / "out", 4, wide=2)
     tensors = load_file(tmp_path / "out" / "model.safetensors")

@@ -335,7 +335,7 @@ def demo(**given: Any) -> None:
 
     \b
     Example:
-      mha2gqa demo --groups 4
+      mha2gqa demo --groups 2
     """
     with shown_progress("demo"):
         from ..commands.demo import demo as call

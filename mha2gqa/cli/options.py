@@ -6,7 +6,7 @@ import functools
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeVar, get_args, get_origin
+from typing import Any, TypeVar, cast, get_args, get_origin
 
 import rich_click as click
 
@@ -14,6 +14,7 @@ from ..config.coerce import Invalid, short
 from ..config.generate import type_words
 from ..config.key_values import fit_help
 from ..config.option import CLI, PANELS, Config, Declared, OptionError, declared, plain
+from ..config.signature import command_line
 from ..errors import UsageError
 from .state import FLAGS, setup_logging
 
@@ -202,4 +203,10 @@ def common(command: F) -> F:
         click.option("--json", is_flag=True, help="One JSON object on stdout.", **shared),
     ):
         command = decorator(command)
-    return command
+
+    @functools.wraps(command)
+    def typed(*args: Any, **given: Any) -> Any:
+        with command_line():
+            return command(*args, **given)
+
+    return cast(F, typed)

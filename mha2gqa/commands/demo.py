@@ -15,7 +15,7 @@ from .run_recipe import Job, command
 from .stages import StageRecords
 
 ORIGINAL_TOKENS = 81_920_000  # of the embedded model, as its train.json says
-ALPHA = 0.001
+ALPHA = 0.004
 
 
 @dataclass
@@ -41,7 +41,7 @@ class DemoResult(Result):
     next: list[str] = field(default_factory=list)
 
 
-def demo(out: str | Path = "mha2gqa-demo", *, groups: int = 2, force: bool = False) -> DemoResult:
+def demo(out: str | Path = "mha2gqa-demo", *, groups: int = 4, force: bool = False) -> DemoResult:
     """Convert the embedded tiny model by the paper's method and by ours, evaluate, uptrain, evaluate.
 
     Args:
@@ -96,10 +96,10 @@ def demo_recipe(folder: Path, groups: int, method: str) -> Recipe:
     if method == "joint":  # small amounts: seconds on two cores
         calibration = {
             "calibration": "builtin:stdlib",
-            "calibration_tokens": 32768,
+            "calibration_tokens": 65536,
             "calibration_window": 256,
         }
-        calibration["fit"] = {"steps": 60, "batch_size": 4, "check_every": 20}
+        calibration["fit"] = {"steps": 120, "batch_size": 8, "check_every": 40}
     return recipe_from_dict(
         {
             "source": "builtin:tiny",
@@ -114,7 +114,7 @@ def demo_recipe(folder: Path, groups: int, method: str) -> Recipe:
                 "alpha": ALPHA,
                 "original_tokens": ORIGINAL_TOKENS,
                 "window": 512,
-                "batch_tokens": 4096,
+                "batch_tokens": 8192,
                 "learning_rate": 1e-3,
             },
             "report": {"batch": 8, "context": 1024},

@@ -235,7 +235,7 @@ class DemoConfig(Config):
 
     out: Any = option("mha2gqa-demo", "Folder to work in.", OUTPUT, metavar="DIR", form=str, where=(CLI,))
     groups: int = option(
-        2,
+        4,
         "Key/value heads of the result, of 8.",
         WHAT,
         metavar="G",

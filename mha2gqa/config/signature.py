@@ -3,19 +3,65 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
-from collections.abc import Callable, Iterable
-from typing import TypeVar
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, TypeVar, cast
 
+from ..errors import Mha2gqaError
 from .option import Config, Declared, declared
 
 F = TypeVar("F", bound=Callable[..., object])
+_TYPED = ContextVar("typed", default=False)  # whether options were typed on the command line
+
+
+@contextmanager
+def command_line() -> Iterator[None]:
+    """While it is open, errors name options as the command line does (`--eval-data`), else as Python (`eval_data`)."""
+    token = _TYPED.set(True)
+    try:
+        yield
+    finally:
+        _TYPED.reset(token)
+
+
+def python_names(text: str, flags: Mapping[str, str]) -> str:
+    """`text` with options of the command line under their names in Python.
+
+    Args:
+        text: Part of a message.
+        flags: Flag -> argument; others are left as they are.
+
+    Example:
+        >>> python_names("use --eval-data, or --no-refit", {"--eval-data": "eval_data", "--refit": "refit"})
+        'use eval_data, or refit=False'
+    """
+
+    def named(match: re.Match[str]) -> str:
+        if (flag := match[0]) in flags:
+            return flags[flag]
+        positive = flag.replace("--no-", "--", 1)
+        return f"{flags[positive].removesuffix('=True')}=False" if positive in flags else flag
+
+    return re.sub(r"--[a-z][a-z0-9-]*", named, text)
+
+
+def _in_python(error: Mha2gqaError, flags: Mapping[str, str]) -> None:
+    """Respell the options in an error, which stays the same object."""
+    error.what = python_names(error.what, flags)
+    error.where = None if error.where is None else python_names(str(error.where), flags)
+    error.fix = None if error.fix is None else python_names(error.fix, flags)
+    error.args = (error.message(),)
 
 
 def takes_options(*kinds: type[Config], without: Iterable[str] = ()) -> Callable[[F], F]:
     """Give a function with `**options` the signature that names every option, and their help to its docstring.
 
-    The line `**options` of the docstring's `Args:` is replaced.
+    The line `**options` of the docstring's `Args:` is replaced. Its errors name options as Python does, unless a
+    command of the command line has called it.
 
     Args:
         kinds: The `Config`s whose options it takes; those that the function names itself stay as it has them.
@@ -38,9 +84,25 @@ def takes_options(*kinds: type[Config], without: Iterable[str] = ()) -> Callable
         ]
         keyword_only = [p for p in named if p.kind is p.KEYWORD_ONLY]
         others = [p for p in named if p.kind is not p.KEYWORD_ONLY]
-        function.__signature__ = own.replace(parameters=[*others, *keyword_only, *further])  # type: ignore[attr-defined]
-        function.__doc__ = _documented(function.__doc__ or "", items)
-        return function
+        every = {
+            flag: f"{name}=True" if item.default is False else name
+            for kind in kinds
+            for name, item in declared(kind).items()
+            for flag in item.flags
+        }
+
+        @functools.wraps(function)
+        def called(*args: Any, **options: Any) -> Any:
+            try:
+                return function(*args, **options)
+            except Mha2gqaError as error:
+                if not _TYPED.get():
+                    _in_python(error, every)
+                raise
+
+        called.__signature__ = own.replace(parameters=[*others, *keyword_only, *further])  # type: ignore[attr-defined]
+        called.__doc__ = _documented(function.__doc__ or "", items)
+        return cast(F, called)
 
     return decorate
 

@@ -123,7 +123,7 @@ def test_statistics_are_paid_once(source: Path, text: str, tmp_path: Path) -> No
     stranger.save_pretrained(tmp_path / "stranger")
     with pytest.raises(UsageError, match="another model"):
         convert(tmp_path / "stranger", tmp_path / "d", 2, statistics=file, device="cpu")
-    with pytest.raises(UsageError, match="^statistics "):
+    with pytest.raises(UsageError, match=r"^statistics "):
         convert(source, tmp_path / "d", 2, statistics=tmp_path / "missing", device="cpu")
     assert not (tmp_path / "d").exists()
 

@@ -8,13 +8,15 @@ import math
 import subprocess
 import sys
 import typing
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import click
 import pytest
 
 import mha2gqa
-from mha2gqa.assets import recipe_paths
+from mha2gqa.assets import recipe_paths, tiny_model_path
 from mha2gqa.cli import commands
 from mha2gqa.config import (
     SECTIONS,
@@ -418,3 +420,22 @@ def test_errors_configs_and_helpers_are_at_the_top_level() -> None:
     assert all(name in mha2gqa.__all__ for name in (*names, "check_gates", "load_model", "LoadedModel"))
     assert all(getattr(mha2gqa, name) is not None for name in mha2gqa.__all__)
     assert issubclass(mha2gqa.GateError, mha2gqa.Mha2gqaError)
+
+
+def test_errors_name_options_as_they_were_given(tmp_path: Path) -> None:
+    """Arguments in Python, flags on the command line; the same error object, whatever else it names stays."""
+    from mha2gqa.config.signature import command_line, python_names
+
+    flags = {"--force": "force=True", "--refit": "refit", "--as": "as_", "--eval-data": "eval_data"}
+    assert python_names("use --eval-data or --no-refit, or --force", flags) == (
+        "use eval_data or refit=False, or force=True"
+    )
+    assert python_names("start with --nproc_per_node 2, --as phi", flags) == (
+        "start with --nproc_per_node 2, as_ phi"
+    )
+    out = tmp_path / "out"
+    for typed, named in ((False, "statistics "), (True, "--statistics ")):
+        with command_line() if typed else nullcontext(), pytest.raises(UsageError) as caught:
+            mha2gqa.convert(tiny_model_path(), out, 2, statistics=str(tmp_path / "absent"))
+        assert str(caught.value).startswith(named) and str(caught.value.where).startswith(named)
+    assert not out.exists()

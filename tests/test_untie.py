@@ -59,6 +59,6 @@ def test_an_untied_model_stays_and_says_so(tmp_path: Path) -> None:
 
 def test_classes_that_only_transformers_runs_are_refused(tmp_path: Path) -> None:
     stock_model("t5").save_pretrained(tmp_path / "t5")
-    with pytest.raises(UnsupportedModelError, match="^untie=True"):
+    with pytest.raises(UnsupportedModelError, match=r"^untie=True"):
         convert(tmp_path / "t5", tmp_path / "out", 2, untie=True)
     assert not (tmp_path / "out").exists()

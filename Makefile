@@ -7,7 +7,7 @@ JOBS ?= 2
 export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: demo test lint docs-reference format docs pages faults fuzz fuzz-long kills kills-long archs oracles bench real engines engines-vllm clean
+.PHONY: demo test slow lint docs-reference format docs pages faults fuzz fuzz-long kills kills-long archs oracles bench real engines engines-vllm clean
 
 $(VENV)/.installed: pyproject.toml constraints-cpu.txt
 	$(PYTHON) -m venv $(VENV)
@@ -20,6 +20,11 @@ demo: $(VENV)/.installed
 
 test: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m 'not slow'
+
+# Slow tests that no other target runs: the benchmark scripts at small sizes, compiled layers, four processes.
+slow: $(VENV)/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m slow --ignore tests/test_oracles.py \
+	  --ignore tests/test_transformers4.py --ignore tests/test_architectures_walk.py
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -21,6 +21,7 @@ def test_the_embedded_folder_is_small_and_multi_head() -> None:
     assert record["tokens"] > 0 and record["parameters"] > 0
 
 
+@pytest.mark.slow
 def test_the_record_states_the_loss_that_the_weights_give() -> None:
     """The recorded loss again, from the files alone, by plain transformers calls."""
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -155,6 +155,7 @@ def test_a_step_on_a_chosen_kernel_computes_what_a_full_pass_does(
     assert torch.equal(step.token, full)
 
 
+@pytest.mark.slow
 @torch.inference_mode()
 def test_compiled_layers_share_one_program_and_compute_the_same() -> None:
     """The code path of a GPU, on the CPU's compiler: one graph for all layers, then everything as before."""
@@ -234,6 +235,7 @@ def test_the_context_is_shortened_to_what_the_models_reach(model: Path) -> None:
     assert "context is 128, not 4,096" in result.warnings[0]
 
 
+@pytest.mark.slow
 def test_budgets_hold_as_many_sequences_as_the_cache_leaves_room_for(model: Path) -> None:
     plain = bench(model, context=16, new_tokens=1).models[0]
     room = (plain["weight_bytes"] + 5.5 * plain["kv_bytes"]) / 0.9

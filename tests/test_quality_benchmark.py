@@ -219,6 +219,7 @@ def _options(tmp: Path, *more: str) -> list[str]:
     return [*words.split(), *more]
 
 
+@pytest.mark.slow
 def test_rows_are_measured_once_and_written_one_by_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -293,6 +294,7 @@ def test_no_row_starts_that_would_end_too_late(tmp_path: Path, monkeypatch: pyte
     assert not (tmp_path / "quality.json").exists()
 
 
+@pytest.mark.slow
 def test_fits_are_compared_on_held_out_training_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for variant in rows.VARIANTS:
         ReconstructConfig(**rows.fit_words(variant))

@@ -243,6 +243,7 @@ def test_scores_are_those_of_cross_entropy_and_of_the_divergence_written_out() -
     assert scores(original, original, blocks)["kl"] == pytest.approx(0.0, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_the_bench_measures_a_conversion_an_uptraining_and_the_same_flops(tmp_path: Path) -> None:
     text, valid = write_text(tmp_path / "t.jsonl", 1500), write_text(tmp_path / "v.jsonl", 60, "x")
     words = ["--model", str(tiny_model_path()), "--text", str(text), "--valid", str(valid), "--device", "cpu"]

@@ -20,6 +20,7 @@ from mha2gqa.evaluation import evaluate
 from mha2gqa.uptraining.throughput import forward_flops
 
 
+@pytest.mark.slow
 def test_rows_of_a_pico_t5(tmp_path: Path) -> None:
     model = saved_t5(tmp_path / "t5")
     data = tmp_path / "text.jsonl"

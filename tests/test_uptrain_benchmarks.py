@@ -62,6 +62,7 @@ def test_zero_rows_are_rendered() -> None:
     assert "| DeepSpeed ZeRO-3, killed, resumed | 2, then 2 | 1.2e-03 | 3.40000 |" in text
 
 
+@pytest.mark.slow
 def test_a_set_that_fails_keeps_its_words_and_the_others_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

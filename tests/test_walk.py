@@ -209,7 +209,7 @@ def test_another_command_is_refused_by_what_changed_and_nothing_is_lost(text: st
     assert not (tmp_path / "out.convert").exists()
 
 
-@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_processes_share_the_text_and_make_the_same_model(processes: int, text: str, tmp_path: Path) -> None:
     source = save(llama(), tmp_path / "source")
     one = mha2gqa.convert(source, tmp_path / "one", 2, calibration=[text], **OPTIONS)

@@ -106,13 +106,13 @@ class Cell:
 
     @property
     def estimates(self) -> tuple[float, float]:
-        """Rough seconds of the conversion, and of what follows: one of six processes on one H200."""
+        """Rough seconds of the conversion, and of what follows: one of three processes on one H200."""
         start = ESTIMATES[self.fit] + (150.0 if self.text == "generate" else 0.0)
         tokens = self.tokens or (8_000_000 if self.equal_to else 0)
-        return start, 12.0 + (5.0 + tokens / 160_000 if self.objective else 0.0)
+        return start, 10.0 + (4.0 + tokens / 160_000 if self.objective else 0.0)
 
 
-ESTIMATES = {"": 0, "merged": 35, "refit": 60, "fits": 170, "fits100": 90, "fits300": 110, "e2e": 260}
+ESTIMATES = {"": 0, "merged": 30, "refit": 45, "fits": 115, "fits100": 60, "fits300": 75, "e2e": 180}
 
 
 def start_name(cell: Cell, rates: Mapping[str, float]) -> str:

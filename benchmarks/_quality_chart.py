@@ -106,8 +106,9 @@ class _Panel:
                 parts.append(
                     f'<text x="{self.left - 6}" y="{self.y(tick) + 4:.1f}" text-anchor="end">{f"{tick:+.2f}" if tick else 0}</text>'
                 )
+        cost_range = self.costs[1] / self.costs[0]
         for power in range(int(math.log10(self.costs[0])), int(math.log10(self.costs[1])) + 1):
-            for digit in (1, 2, 5):
+            for digit in (1, 2, 3, 5) if cost_range < 10 else (1, 2, 5):
                 if self.costs[0] <= (cost := digit * 10.0**power) <= self.costs[1]:
                     parts.append(
                         f'<text x="{self.x(cost):.1f}" y="{bottom + 16:.1f}" text-anchor="middle">{_short(cost)}</text>'

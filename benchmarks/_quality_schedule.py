@@ -11,6 +11,8 @@ from _quality_cells import Cell, Entries, rates_of, rates_pending, start_name, s
 from _quality_ledger import Ledger
 
 MARGIN = 1.15  # of the longest that was measured
+TOGETHER = 3  # processes on one H200 for which the guesses of `Cell.estimates` hold
+CROWDED = 1.35  # how guesses grow with the processes on a GPU: 7 took 3.1 times as long as 3
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,13 @@ class Scratch:
 
 
 def next_cell(
-    cells: Sequence[Cell], ledger: Ledger, scratch: Scratch, left: float, plan: Sequence[Cell] = ()
+    cells: Sequence[Cell],
+    ledger: Ledger,
+    scratch: Scratch,
+    left: float,
+    plan: Sequence[Cell] = (),
+    workers: int = 1,
+    gpus: int = 1,
 ) -> tuple[Cell | None, bool]:
     """The most wanted cell that can be measured now in `left` seconds, and whether others are at work.
 
@@ -51,6 +59,7 @@ def next_cell(
         ledger, scratch: What is there.
         left: Seconds.
         plan: All cells; one whose rate the plan tunes waits until some rate was tried.
+        workers, gpus: Processes at work, and GPUs that they share.
     """
     entries, failed, flops = ledger.entries(), ledger.failed(), ledger.flops()
     claimed = ledger.claimed(cell.key for cell in cells)
@@ -63,24 +72,21 @@ def next_cell(
         if rates_pending(cell, cells, entries, failed, plan):
             continue
         missing = scratch.missing(cell, entries)
-        if in_the_making.isdisjoint(missing) and expected(cell, missing, entries) <= left:
+        seconds = expected(cell, missing, entries, workers, gpus)
+        if in_the_making.isdisjoint(missing) and seconds <= left:
             return cell, bool(running)
     return None, bool(running)
 
 
-def expected(cell: Cell, missing: Sequence[str], entries: Entries) -> float:
-    """Seconds that a row will take: the longest of those like it, or a guess."""
-    start, rest = cell.estimates
-    measured = [e for e in entries.values() if "start_seconds" in e]
-    starts = [
-        e["start_seconds"] for e in measured if e["start_seconds"] and _start(e) == _start(cell.to_dict())
-    ]
-    if starts:
+def expected(cell: Cell, missing: Sequence[str], entries: Entries, workers: int = 1, gpus: int = 1) -> float:
+    """Seconds that a row will take: the longest of those like it among as many processes, or a guess."""
+    crowd = max(1.0, workers / gpus / TOGETHER) ** CROWDED
+    start, rest = (crowd * guess for guess in cell.estimates)
+    measured = [e for e in entries.values() if "start_seconds" in e and e.get("workers", 1) == workers]
+    wanted = cell.to_dict()
+    if starts := [e["start_seconds"] for e in measured if e["start_seconds"] and _start(e) == _start(wanted)]:
         start = MARGIN * max(starts)
-    alike = [
-        e["wall_seconds"] - e["start_seconds"] for e in measured if _budget(e) == _budget(cell.to_dict())
-    ]
-    if alike:
+    if alike := [e["wall_seconds"] - e["start_seconds"] for e in measured if _budget(e) == _budget(wanted)]:
         rest = MARGIN * max(alike)
     return rest + (start if any(name.startswith("converted/") for name in missing) else 0.0)
 

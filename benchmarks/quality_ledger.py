@@ -59,7 +59,8 @@ def work(args: argparse.Namespace) -> None:
     ledger, (cells, plan), bench = ledger_of(args), cells_of(args), None
     scratch, plan = Scratch(args.work), [] if args.untuned else plan
     while True:
-        cell, running = next_cell(cells, ledger, scratch, args.until - time.time(), plan)
+        left = args.until - time.time()
+        cell, running = next_cell(cells, ledger, scratch, left, plan, args.workers, args.gpus)
         if cell is None:
             if not running:
                 return
@@ -112,7 +113,7 @@ def run(args: argparse.Namespace) -> None:
     if args.workers < 2:
         work(args)
         return
-    words = [*sys.argv[1:], "--until", str(args.until)]
+    words = [*sys.argv[1:], "--until", str(args.until), "--gpus", str(max(1, gpus))]
     processes = []
     for i in range(args.workers):
         visible = {"CUDA_VISIBLE_DEVICES": str(i % gpus)} if gpus else {}
@@ -170,7 +171,7 @@ def parse_args(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--untuned", action="store_true", help="take default rates where no rate was tried")
     add("--any-code", action="store_true", help="rows of other versions of the code count as done")
     add("--seconds", type=float, default=3600.0, help="start no row that is expected to end later")
-    add("--workers", type=int, default=1, help="processes, spread over the GPUs")
+    add("--workers", type=int, default=1, help="processes, spread over the GPUs; three to one is best")
     add("--window", type=int, default=2048)
     add("--groups", type=int, nargs="+", default=[4, 8, 2, 1])
     add("--bold", type=int, nargs=2, default=[4, 2], help="G of the bold cells: small budgets, large budget")
@@ -188,6 +189,7 @@ def parse_args(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--summary", action="store_true", help="print the ledger and measure nothing")
     add("--worker", action="store_true", help=argparse.SUPPRESS)
     add("--until", type=float, help=argparse.SUPPRESS)
+    add("--gpus", type=int, default=1, help=argparse.SUPPRESS)
     args = parser.parse_args(words)
     args.until = args.until or time.time() + args.seconds
     return args

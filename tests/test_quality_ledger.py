@@ -204,6 +204,8 @@ def test_rows_that_would_end_late_are_not_started(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "l.jsonl", tmp_path / "claims")
     assert next_of(ledger, plan, left=1000.0) == plan[0]
     assert next_of(ledger, plan, left=50.0) == plan[1]
+    crowded = next_cell(plan, ledger, Scratch(tmp_path / "work"), 50.0, workers=12, gpus=2)
+    assert crowded == (None, False)  # of six on a GPU each takes longer
     ledger.add(entry(cells.Cell("mean", 2, "merged"), wall_seconds=60.0, start_seconds=40.0, rates={}))
     assert next_of(ledger, plan, left=50.0) is None  # one like it took longer
     make(Scratch(tmp_path / "work").start(cells.start_name(plan[1], {}))[1])

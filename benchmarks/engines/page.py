@@ -9,8 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent))
+from served_page import served
+
 ROOT = Path(__file__).parents[2]
 RESULTS, PAGE = ROOT / "benchmarks/results/engines.json", ROOT / "docs/serving.md"
+SERVED = ROOT / "benchmarks/results/served_quality.json"
 
 WHAT = {
     "llama-g4": "Llama, 16 → 4 heads",
@@ -294,7 +298,12 @@ def page(data: dict[str, Any]) -> str:
         controls=controls,
         stated=stated,
     )
-    return text + reasons(data) + LIMITS
+    quality = served(json.loads(SERVED.read_text(encoding="utf-8")) if SERVED.exists() else None)
+    return (
+        text
+        + reasons(data)
+        + LIMITS.replace("## How fast", f"{quality}\n## How fast" if quality else "## How fast")
+    )
 
 
 def main() -> None:

@@ -209,9 +209,7 @@ def about(models: Models) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--original", type=Path, required=True)
-    parser.add_argument(
-        "--result", type=Path, nargs="+", required=True, help="folders, named as their rows are"
-    )
+    parser.add_argument("--result", type=Path, nargs="*", default=[], help="folders, named as their rows are")
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--chunks", type=int, default=64)

@@ -93,10 +93,16 @@ def test_less_is_trained_or_kept_the_less_it_costs(tmp_path: Path) -> None:
     assert any(row[:3] == ["lora", "adamw_torch_fused", "1"] for row in rows)
 
 
-def test_a_student_is_shared_out_and_the_teacher_is_not(tmp_path: Path) -> None:
+def test_student_and_teacher_are_shared_out(tmp_path: Path) -> None:
     found = sizes(tmp_path, "7b", 8, 2048)
     one, two = (device_bytes(found, "all", n, 0) for n in (1, 2))
-    # float32 weight, gradient and moments of half the student, and no copies of whole weights.
-    assert one - two == pytest.approx(found.total * (16 / 2 + 2))
+    # float32 weight, gradient and moments and the bf16 teacher by half, and no copies of whole weights.
+    assert one - two == pytest.approx(found.total * (16 / 2 + 2) + found.teacher * 2 / 2)
     without = device_bytes(found, "all", 2, 0, teacher=False)
-    assert two - without == 2 * found.teacher
+    assert two - without == found.teacher
+
+
+def test_layers_that_are_not_compiled_keep_more(tmp_path: Path) -> None:
+    found = sizes(tmp_path, "7b", 8, 2048)
+    compiled, plain = (device_bytes(found, "lora", 1, 4096, compiled=c) for c in (True, False))
+    assert plain - compiled == pytest.approx(4096 * 32 * (30 * 4096 + 7 * 11008))

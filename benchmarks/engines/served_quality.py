@@ -33,6 +33,7 @@ from mha2gqa.kv_cache import kv_bytes_per_token, kv_layers
 
 WEIGHTS = ("f32", "q8_0", "q4_k_m")  # of llama.cpp
 CACHES = {"f16": 16.0, "q8_0": 8.5, "q4_0": 4.5}  # bits of a cached number, scales included
+ATTEMPTS = 3  # its last lines can be lost where the machine is busy
 ESTIMATE = re.compile(r"Final estimate: PPL = ([\d.]+) \+/- ([\d.]+)")
 
 
@@ -43,7 +44,17 @@ class Models:
         self.args, self.text = args, args.work / "text.txt"
         self.folders = {"original": args.original} | {folder.name: folder for folder in args.result}
         args.work.mkdir(parents=True, exist_ok=True)
-        self.text.write_text("\n\n".join(read_documents([str(args.text)])), encoding="utf-8")
+        self.text.write_text(self._enough_text(), encoding="utf-8")
+
+    def _enough_text(self) -> str:
+        """Documents for the chunks that are asked for: engines tokenise all that they are given."""
+        enough, found, size = self.args.chunks * self.args.context * 6, [], 0
+        for document in read_documents([str(self.args.text)]):
+            found.append(document)
+            size += len(document)
+            if size > enough:
+                break
+        return "\n\n".join(found)
 
     def run(self, *words: Any) -> str:
         """A command's output, both streams."""
@@ -101,8 +112,11 @@ def in_llama_cpp(models: Models, name: str, weights: str, cache: str) -> dict[st
     words = [args.llama_cpp_bin / "llama-perplexity", "-m", file, "-f", models.text, "-c", args.context]
     words += ["-b", args.context, "--chunks", args.chunks, "-t", args.threads, "-ctk", cache, "-ctv", cache]
     words += ["-fa", "on"]
-    said = models.run(*words)
-    found = ESTIMATE.search(said)
+    found = None
+    for _ in range(ATTEMPTS):
+        said = models.run(*words)
+        if found := ESTIMATE.search(said):
+            break
     if found is None:
         raise SystemExit(f"llama-perplexity gave no estimate\n{said[-2000:]}")
     perplexity, error = map(float, found.groups())

@@ -150,12 +150,12 @@ def device_bytes(
     teacher: bool = True,
     compiled: bool = True,
 ) -> float:
-    """Of one device: its share of the student's state (FSDP), the whole teacher, and a forward pass.
+    """Of one device: its share of the student's state and of the teacher (FSDP), and a forward pass.
 
     Args:
         sizes: Of both models.
         train: The parameter set.
-        gpus: That share the student's state.
+        gpus: That share both.
         micro_tokens: Tokens of a forward pass of one process.
         optimiser: A key of `OPTIMISERS`.
         teacher: Whether there is one.
@@ -163,8 +163,8 @@ def device_bytes(
     """
     copies = AUTOCAST_BYTES * sizes.trained[train] if gpus == 1 else 0
     whole = FROZEN_BYTES * sizes.teacher if teacher else 0
-    share = sizes.state(train, optimiser) / gpus
-    return share + copies + whole + sizes.token_bytes(compiled) * micro_tokens + LOGIT_BYTES
+    share = (sizes.state(train, optimiser) + whole) / gpus
+    return share + copies + sizes.token_bytes(compiled) * micro_tokens + LOGIT_BYTES
 
 
 def tokens_per_second(sizes: Sizes, train: str, gpus: int = 1, teacher: bool = True) -> float:

@@ -20,6 +20,7 @@ import torch
 import mha2gqa
 from mha2gqa.checkpoints.fingerprints import source_fingerprint
 from mha2gqa.checkpoints.reader import open_checkpoint
+from mha2gqa.commands import demo as demo_module
 from mha2gqa.commands.builtin import resolve_data, resolve_model
 from mha2gqa.commands.describe import describe
 from mha2gqa.commands.estimate import parallel_warnings, plan, suggested
@@ -28,6 +29,7 @@ from mha2gqa.commands.run_recipe import run
 from mha2gqa.commands.stages import StageRecords
 from mha2gqa.commands.sweep import Cell, grid, sweep
 from mha2gqa.config import (
+    Recipe,
     load_recipe,
     recipe_from_dict,
 )
@@ -591,3 +593,35 @@ def test_push_to_an_endpoint_that_fails_is_one_line(
     if answer is not None:
         server.shutdown()
         server.server_close()
+
+
+def test_the_demo_shows_the_rows_that_its_stages_scored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The whole demo on less text: four rows with the losses of the stages, a page, and a second call that does nothing."""
+    full = demo_module.demo_recipe
+
+    def small(folder: Path, groups: int, method: str) -> Recipe:
+        recipe = full(folder, groups, method).to_dict()
+        recipe["evaluate"] |= {"max_tokens": 2048, "window": 128}
+        recipe["uptrain"] |= {"alpha": 2e-5, "window": 64, "batch_tokens": 512, "eval_tokens": 512}
+        if method == "joint":
+            recipe["convert"] |= {"calibration_tokens": 2048, "calibration_window": 64}
+            recipe["convert"]["fit"] = {"steps": 4, "batch_size": 4, "check_every": 2}
+        return recipe_from_dict(recipe)
+
+    monkeypatch.setattr(demo_module, "demo_recipe", small)
+    shown = demo_module.demo(tmp_path / "demo")
+    scored = [
+        json.loads((tmp_path / "demo" / "g4-joint" / "stages" / f"{name}.json").read_text())
+        for name in ("evaluate", "evaluate-uptrained")
+    ]
+    losses = {row["role"]: row["loss"] for found in scored for row in found["result"]["models"]}
+    assert {row["role"]: row["loss"] for row in shown.models} == losses
+    assert list(losses) == ["original", "mean", "converted", "uptrained"]
+    assert losses["original"] < losses["converted"] < losses["mean"]
+    page = (tmp_path / "demo" / "report.html").read_text(encoding="utf-8")
+    assert all(f"{loss:.4f}" in page for loss in losses.values())
+    stamps = {path: path.stat().st_mtime_ns for path in (tmp_path / "demo").rglob("*.safetensors")}
+    assert demo_module.demo(tmp_path / "demo").models == shown.models
+    assert stamps == {path: path.stat().st_mtime_ns for path in (tmp_path / "demo").rglob("*.safetensors")}

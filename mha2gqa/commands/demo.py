@@ -15,7 +15,7 @@ from .run_recipe import Job, command
 from .stages import StageRecords
 
 ORIGINAL_TOKENS = 81_920_000  # of the embedded model, as its train.json says
-ALPHA = 0.004
+ALPHA = 0.003
 
 
 @dataclass
@@ -65,7 +65,7 @@ def demo(out: str | Path = "mha2gqa-demo", *, groups: int = 4, force: bool = Fal
     first = joint.evaluate("evaluate", models)
     uptrained = joint.uptrain()
     second = joint.evaluate("evaluate-uptrained", {"original": source, "uptrained": str(joint.uptrained)})
-    outcome = Outcome(joint.recipe, source, converted, uptrained, [first, second])
+    outcome = Outcome(joint.recipe, source, convert=converted, uptrain=uptrained, evaluations=[first, second])
     labels = {
         "original": "original (8 KV heads)",
         "mean": f"GQA-{groups}, mean (the paper's)",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ class Outcome:
 
     recipe: Recipe
     source: str
+    _: KW_ONLY
     convert: Mapping[str, Any] = field(default_factory=dict)
     uptrain: Mapping[str, Any] = field(default_factory=dict)
     trained: Sequence[Mapping[str, Any]] = ()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from _markdown import markdown, measured_on
@@ -29,7 +29,48 @@ def real(record: Mapping[str, Any]) -> str:
         f"`{record['model']}`, {record['heads']} KV heads, from {record['origin']['from']}.\n\n"
         f"Measured on: {measured_on(record['runs'][-1])}."
     )
-    return "\n\n".join([about, *blocks, *told])
+    tasks = [row for row in rows if any("tasks" in score for score in row["scores"].values())]
+    return "\n\n".join([about, *blocks, *told, *([_of_tasks(tasks)] if tasks else [])])
+
+
+def _of_tasks(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Share of the questions of each local task that are answered right."""
+    found = [
+        (row, next(score["tasks"] for score in row["scores"].values() if "tasks" in score)) for row in rows
+    ]
+    names = list(found[0][1])
+    head = ["right answers, % (four choices each)", "G", *(name.removeprefix("local_") for name in names)]
+    lines = [
+        [row["name"], str(row["groups"]), *(f"{100 * scores[name]:.1f}" for name in names)]
+        for row, scores in found
+    ]
+    return markdown(head, lines)
+
+
+def decoding(record: Mapping[str, Any]) -> str:
+    """Tokens per second and memory of transformers' `generate`, a row for each model and batch."""
+    rows = record["rows"]
+    first = {(row["batch"], row["device"]): row for row in rows if row["name"] == "original"}
+    lines = []
+    for row in rows:
+        speed = row["tokens_per_second"] / first[row["batch"], row["device"]]["tokens_per_second"]
+        peak = row.get("generation_peak_bytes")
+        lines.append(
+            [
+                row["name"].removeprefix(f"{record['model']}-"),
+                str(row["batch"]),
+                f"{row['tokens_per_second']:,.0f}",
+                f"{speed:.2f}x",
+                f"{row['cache_bytes'] / 2**20:,.0f}",
+                "" if peak is None else f"{peak / 2**20:,.0f}",
+            ]
+        )
+    head = ["model", "batch", "tokens/s", "to the original", "cache, MiB", "peak of generating, MiB"]
+    what = (
+        f"`{record['model']}` in transformers' `generate`, greedy, {rows[0]['tokens']} tokens each in {rows[0]['dtype']}, "
+        "the encoder's time left out."
+    )
+    return f"{what}\n\nMeasured on: {measured_on(record['runs'][-1])}.\n\n{markdown(head, lines)}"
 
 
 def _of_one_data(record: Mapping[str, Any], data: str) -> str:

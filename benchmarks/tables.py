@@ -17,7 +17,7 @@ import _ledger
 from _loss_tables import OBJECTIVES, ce_weight, cost, quality, sweep
 from _markdown import markdown, measured_on
 from _quality_frontier import bars, positions, probes, same_bytes
-from _real import real
+from _real import decoding, real
 from _speed_tables import calibrate_speed, closed_form_speed, convert_speed, decode_speed, uptrain_large
 from _suites import fuzz, kills
 
@@ -209,6 +209,7 @@ RENDERERS: dict[str, Sequence[Callable[[Mapping[str, Any]], str]]] = {
     "benchmarks/evaluate_speed.py": (evaluate_speed,),
     "benchmarks/paper_groups.py": (sweep,),
     "benchmarks/real/suite.py": (real,),
+    "benchmarks/real/decode.py": (decoding,),
     "tests/fuzz/run.py": (fuzz,),
     "tests/kills/run.py": (kills,),
     "mha2gqa demo": (demo,),

@@ -172,6 +172,8 @@ def _kept(found: dict[str, Any]) -> dict[str, Any]:
     kept = {name: found.get(name) for name in names}
     generation = found.get("generation") or {}
     kept |= {key: generation.get(key) for key in ("wer", "exact_match") if key in generation}
+    if tasks := found.get("tasks"):
+        kept["tasks"] = {name: scores["acc"] for name, scores in tasks.items()}
     if paired := (generation.get("paired") or {}).get("wer"):
         kept["wer_difference"] = paired | {"against": "original"}  # not where it lies
     return kept
@@ -280,6 +282,8 @@ class Measured:
             other = () if out == self.source else (str(out),)
             models = ("evaluate", str(self.source), *other, "--against", str(self.source))
             how = ("--device", given.device, "--dtype", "float32")
+            if data == "text" and given.tasks:
+                how += ("--tasks", ",".join(map(str, sorted(given.tasks.glob("*.yaml")))))
             found[data] = _kept(command(given.deadline, *models, *how, *words, *limit)["models"][-1])
         return found
 
@@ -306,6 +310,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=16_384, help="scored of the text")
     parser.add_argument("--text-tokens", default="10M", help="uptraining of SmolLM2")
     parser.add_argument("--pair-tokens", help="uptraining of encoder-decoders, in target tokens")
+    parser.add_argument("--tasks", type=Path, help="folder of tasks/make.py, which SmolLM2 is asked, too")
     parser.add_argument("--limit", type=int, help="pairs scored at most, where a machine is slow")
     parser.add_argument("--calibration-tokens", type=int, help="as `convert` has it; its default otherwise")
     parser.add_argument("--fit", help="as `convert` has it")

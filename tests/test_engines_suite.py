@@ -116,3 +116,54 @@ def test_decode_rows_are_kept_and_compared_with_what_bytes_predict(
     [one] = found["summary"]
     assert (one["kv_heads"], one["speed_up"], one["predicted"], one["of_predicted"]) == (2, 4.0, 4.0, 1.0)
     assert "does not fit" in (tmp_path / "rows.json.log").read_text() and "x4.00" in capsys.readouterr().out
+
+
+def test_the_page_says_what_storing_costs_and_orders_caches_by_bytes() -> None:
+    sys.path.insert(0, str(BENCHMARKS / "engines"))
+    served = script("engines/served_page.py").served
+
+    def row(model: str, weights: str, cache: str, loss: float, engine: str = "llama.cpp") -> dict[str, Any]:
+        return {"model": model, "engine": engine, "weights": weights, "cache": cache, "loss": loss}
+
+    def about(heads: int) -> dict[str, Any]:
+        numbers = heads * 64
+        return {
+            "kv_heads": heads,
+            "cache_bytes_per_token": {
+                "f16": numbers * 2.0,
+                "q8_0": numbers * 1.0625,
+                "q4_0": numbers * 0.5625,
+            },
+        }
+
+    record = {
+        "original": "m",
+        "protocol": {"context": 512, "chunks": 16},
+        "text": {"name": "t.jsonl"},
+        "llama_cpp": "version 1",
+        "packages": {"torchao": "0.18.0"},
+        "hardware": {"cpu": "C", "cores": 2},
+        "models": {"original": about(16), "g4": about(4) | {"calibration": {"unique_tokens": 1000, "token_visits": 0}}},
+        "rows": [
+            row("original", "f32", "f16", 3.0), row("g4", "f32", "f16", 3.1),
+            row("original", "q8_0", "f16", 3.001), row("g4", "q8_0", "f16", 3.1025),
+            row("original", "f32", "q4_0", 3.05), row("g4", "f32", "q8_0", 3.102),
+        ],
+    }  # fmt: skip
+    text = served(record)
+    assert "| llama.cpp | q8_0 | 3.0010 (+0.0010) | 3.1025 (+0.0025) | +0.0015 |" in text
+    assert "| llama.cpp | f32 | 3.0000 | 3.1000 |  |" in text
+    lines = text.splitlines()
+    order = [
+        next(i for i, line in enumerate(lines) if line.startswith(start))
+        for start in (
+            "| original, 16 KV heads | f16",
+            "| original, 16 KV heads | q4_0",
+            "| GQA-4 | f16",
+            "| GQA-4 | q8_0",
+        )
+    ]
+    assert order == sorted(order)
+    assert "| original, 16 KV heads | q4_0 | 576 | 28% | 3.0500 | +0.0500 |" in text
+    assert "GQA-4, calibrated on 1,000 tokens" in text
+    assert served(None) == "" and served({"rows": []}) == ""

@@ -228,6 +228,9 @@ def test_processes_share_the_text_and_make_the_same_model(processes: int, text: 
     manifest = json.loads((tmp_path / "many" / "mha2gqa.json").read_text())
     assert manifest["grouping"] == {row["path"]: row["grouping"] for row in one.layers}
     assert manifest["calibration"]["losses"] == pytest.approx(one.calibration["losses"], rel=1e-4)
+    seconds = manifest["calibration"]["seconds_by_rank"]
+    assert len(seconds) == processes and all(set(mine) == set(seconds[0]) for mine in seconds)
+    assert {"statistics", "grouping", "fit", "saving"} <= set(seconds[0]) and "seconds_by_rank" not in one.calibration
 
 
 def test_a_process_that_dies_ends_the_others_and_its_layers_are_kept(text: str, tmp_path: Path) -> None:

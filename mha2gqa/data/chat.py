@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import DataError
+from ..errors import DataError, reason
+from .chat_limits import Watch, check_template
 from .reading import Document
 
 
@@ -24,39 +25,48 @@ def unhide(stored: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.where(stored < 0, -stored - 1, stored), stored >= 0
 
 
-def _apply(tokenizer: Any, messages: Sequence[Mapping[str, Any]], prompt: bool, where: str) -> list[int]:
-    from jinja2 import TemplateError
+def _applied(
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], where: str, watch: Watch, **how: Any
+) -> Any:
+    """What the template makes of a chat.
 
+    Raises:
+        DataError: It rejects it, fails, or takes too much.
+    """
     try:
-        return list(
-            tokenizer.apply_chat_template(
-                list(messages), add_generation_prompt=prompt, tokenize=True, return_dict=False
-            )
-        )
-    except (TemplateError, ValueError, KeyError, TypeError) as error:
+        with watch.over(where):
+            return tokenizer.apply_chat_template(list(messages), tokenize=True, **how)
+    except DataError:
+        raise
+    except Exception as error:  # a template is a program: it may raise anything
         raise DataError(
-            f"the chat template rejects it ({error})", where=where, fix="correct or remove that chat"
+            f"the chat template rejects it ({reason(error)})", where=where, fix="correct or remove that chat"
         ) from error
 
 
-def _marked(tokenizer: Any, document: Document) -> tuple[list[int], list[bool]]:
+def _apply(
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], prompt: bool, where: str, watch: Watch
+) -> list[int]:
+    return list(_applied(tokenizer, messages, where, watch, add_generation_prompt=prompt, return_dict=False))
+
+
+def _marked(tokenizer: Any, document: Document, watch: Watch) -> tuple[list[int], list[bool]]:
     """By the template's own `{% generation %}` marks."""
-    found = tokenizer.apply_chat_template(
-        list(document.messages or ()), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-    )
+    marks = {"return_dict": True, "return_assistant_tokens_mask": True}
+    found = _applied(tokenizer, document.messages or (), document.source, watch, **marks)
     return list(found["input_ids"]), [bool(x) for x in found["assistant_masks"]]
 
 
-def _by_prefix(tokenizer: Any, document: Document) -> tuple[list[int], list[bool]]:
+def _by_prefix(tokenizer: Any, document: Document, watch: Watch) -> tuple[list[int], list[bool]]:
     """By comparing the chat up to a turn's prompt with the chat up to its end."""
     messages = document.messages or ()
-    ids = _apply(tokenizer, messages, False, document.source)
+    ids = _apply(tokenizer, messages, False, document.source, watch)
     spoken = [False] * len(ids)
     for i, message in enumerate(messages):
         if message.get("role") != "assistant":
             continue
-        before = _apply(tokenizer, messages[:i], True, document.source) if i else []
-        after = _apply(tokenizer, messages[: i + 1], False, document.source)
+        before = _apply(tokenizer, messages[:i], True, document.source, watch) if i else []
+        after = _apply(tokenizer, messages[: i + 1], False, document.source, watch)
         if ids[: len(before)] != before or ids[: len(after)] != after:
             raise DataError(
                 "the chat template writes earlier turns differently once later ones follow, so that the "
@@ -91,17 +101,19 @@ def encode_chats(
             where=tokenizer.name_or_path or "tokenizer",
             fix="add chat_template.jinja to the checkpoint, or train on text",
         )
+    check_template(str(tokenizer.chat_template), tokenizer.name_or_path or "tokenizer")
     marks = "generation" in str(tokenizer.chat_template).replace("add_generation_prompt", "")
-    for document in documents:
-        if document.messages is None:
-            raise DataError(
-                "a text among chats", where=document.source, fix="train on one kind of data at a time"
-            )
-        if assistant_only:
-            ids, spoken = _marked(tokenizer, document) if marks else _by_prefix(tokenizer, document)
-        else:
-            ids = _apply(tokenizer, document.messages, False, document.source)
-            spoken = [True] * len(ids)
-        if ids:
-            spoken[0] = False
-            yield hide(np.array(ids, dtype=np.int32), np.array(spoken, dtype=bool))
+    with Watch() as watch:
+        for document in documents:
+            if document.messages is None:
+                raise DataError(
+                    "a text among chats", where=document.source, fix="train on one kind of data at a time"
+                )
+            if not assistant_only:
+                ids = _apply(tokenizer, document.messages, False, document.source, watch)
+                spoken = [True] * len(ids)
+            else:
+                ids, spoken = (_marked if marks else _by_prefix)(tokenizer, document, watch)
+            if ids:
+                spoken[0] = False
+                yield hide(np.array(ids, dtype=np.int32), np.array(spoken, dtype=bool))

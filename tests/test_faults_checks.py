@@ -276,6 +276,20 @@ def test_what_should_hold_the_number_of_heads_is_no_object(source: Path, tmp_pat
         edit_config({"text_config": kind}, {("text_config", "num_key_value_heads"): 2})
 
 
+def test_latent_attention_is_named_alike_by_plan_convert_and_verify(source: Path, tmp_path: Path) -> None:
+    def latent(state: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in state if "k_proj" in name or "v_proj" in name]:
+            state[name.replace("k_proj", "kv_a_proj_with_mqa").replace("v_proj", "kv_b_proj")] = state.pop(
+                name
+            )
+
+    with_tensors(source, latent)
+    (said,) = refusals(source, source.parent / "out")
+    assert "multi-head latent attention" in said
+    (failed,) = [c.detail for c in mha2gqa.verify(source).checks if c.name == "shapes"]
+    assert "multi-head latent attention" in failed
+
+
 @pytest.mark.parametrize("about", [None, "absent", [], 3, {"notes": 3}, {"notes": [3]}])
 def test_statistics_that_say_nothing_usable_of_their_text(tmp_path: Path, about: Any) -> None:
     head: dict[str, Any] = {"schema_version": 1, "sites": {}}

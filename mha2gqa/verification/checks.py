@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from ..architectures import find_attention_modules, find_spec, geometry
+from ..architectures.explain import refuse_latent
 from ..checkpoints.reader import Checkpoint, open_checkpoint
 from ..errors import Mha2gqaError
 from ..modeling import exported_class, find_export, modeling_file
@@ -105,6 +106,7 @@ def _guard(name: str, check: Callable[[], Check]) -> Check:
 
 def _shapes(checkpoint: Checkpoint) -> Check:
     spec = find_spec(checkpoint.config)
+    refuse_latent(checkpoint.config, checkpoint.tensors)
     modules = find_attention_modules(spec, checkpoint.tensors)
     counts = {geometry(spec, checkpoint.config, module, checkpoint.shapes).num_kv_heads for module in modules}
     if not modules:

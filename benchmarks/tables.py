@@ -187,7 +187,7 @@ def demo(record: Mapping[str, Any]) -> str:
     ]
     head = ["model", "loss", "perplexity", "against the original", "KV cache per token"]
     setup = record["setup"]
-    took = f"{record['seconds']:.0f} s on {setup['cores_used']} cores of a {setup['hardware']['cpu']}"
+    took = f"{record['seconds']:.0f} s on {setup['cores_used']} cores ({setup['hardware']['cpu']})"
     return f"{markdown(head, body)}\n\n{took}, downloads and installation left out."
 
 

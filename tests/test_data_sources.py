@@ -391,7 +391,7 @@ def failing() -> Iterator[str]:
         ([""], "an empty name"),
         (["none.jsonl"], "none.jsonl: no such file"),
         (["none.jsonl", "once upon a time"], "give paths or texts, not both"),
-        (3, "a int is not data; give a path"),
+        (3, "int is not data; give a path"),
         ({"text": ["w0"]}, "a mapping with the keys text"),
         ([3], "a int is not a document"),
         ([b"bytes"], "a bytes is not a document"),

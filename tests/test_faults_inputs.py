@@ -312,7 +312,7 @@ def test_n12_a_broken_generation_config(model: Path, tmp_path: Path, text: Path,
 def test_n13_tensors_that_the_class_does_not_know(model: Path, tmp_path: Path) -> None:
     state = weights(model)
     store(model, state | {"v_head.summary.weight": torch.ones(1, 32)})
-    refused(model, tmp_path / "out", r"unknown to the class: v_head\.summary\.weight; --drop-extra")
+    refused(model, tmp_path / "out", r"unknown to the class: v_head\.summary\.weight; drop_extra")
     mha2gqa.convert(model, tmp_path / "out", 2, drop_extra=["v_head.*"])
     assert weights(tmp_path / "out").keys() == state.keys()
     store(model, state | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)})

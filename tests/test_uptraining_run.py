@@ -144,3 +144,21 @@ def test_the_schedule_is_the_one_asked_for(models, tmp_path, schedule):
     rates = [e["learning_rate"] for e in result.losses["train"]]
     peak = default_learning_rate(32, TINY["batch_tokens"])
     assert rates == pytest.approx([peak * learning_rate_factor(s, 10, 2, schedule) for s in range(10)])
+
+
+def test_callbacks_of_the_caller_see_the_training(models, tmp_path):
+    """They are called beside our own, and change nothing."""
+    from transformers import TrainerCallback
+
+    seen: list[int] = []
+
+    class Counts(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            seen.append(state.global_step)
+
+    _, student, text = models
+    options = TINY | {"tokens": 64 * 5, "teacher": "none"}
+    result = uptrain(student, tmp_path / "up", text, callbacks=[Counts()], **options)
+    assert seen == list(range(1, result.budget["steps"] + 1))
+    quiet = uptrain(student, tmp_path / "plain", text, **options)
+    assert quiet.losses["train"][-1]["loss"] == result.losses["train"][-1]["loss"]

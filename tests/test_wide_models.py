@@ -284,7 +284,7 @@ def test_plan_says_when_ranks_are_more_than_wide_heads(tmp_path: Path, tp: int, 
 
 
 def test_plan_refuses_as_convert_does_and_counts_what_it_writes(pico: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="does not divide --groups 4"):
+    with pytest.raises(UsageError, match="does not divide groups 4"):
         plan(pico, groups=4, wide=3)
     found, made = plan(pico, groups=4, wide=2), mha2gqa.convert(pico, tmp_path / "out", 4, wide=2)
     tensors = load_file(tmp_path / "out" / "model.safetensors")

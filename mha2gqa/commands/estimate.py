@@ -14,6 +14,7 @@ from ..checkpoints.hf_config import is_encoder_decoder, longest_context
 from ..checkpoints.side_files import find_side_files
 from ..config import PlanConfig
 from ..config.given import require_path
+from ..config.signature import names_in_python
 from ..conversion.plan import Plan, plan_conversion, plan_modules
 from ..conversion.result_tensors import result_shapes, result_tensors
 from ..data.pairs import is_audio
@@ -97,6 +98,7 @@ class PlanResult(Result):
     wide: dict[str, Any] = field(default_factory=dict)
 
 
+@names_in_python(PlanConfig)
 def plan(
     source: str | Path,
     *,

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..checkpoints.atomic import writing_to
 from ..checkpoints.fingerprints import source_fingerprint, source_fingerprints
@@ -26,6 +26,9 @@ from .builtin import resolve_data, resolve_model
 from .dry_run import rehearse
 from .report_data import Outcome, build_report
 from .stages import StageRecords
+
+if TYPE_CHECKING:
+    from transformers import TrainerCallback
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +67,7 @@ def run(
     overrides: Sequence[str] = (),
     dry_run: bool = False,
     force: bool = False,
+    callbacks: Sequence[TrainerCallback] = (),
 ) -> RunResult:
     """Do a whole recipe. Doing it again skips what is finished and continues what was interrupted.
 
@@ -72,6 +76,7 @@ def run(
         overrides: `section.key=value`, for a file.
         dry_run: Check everything that can be checked without weights, and stop.
         force: Replace checkpoints that another version of the recipe made.
+        callbacks: `transformers.TrainerCallback`s of the uptraining.
 
     Returns:
         Stages, the table original / converted / uptrained, and the files written.
@@ -89,7 +94,7 @@ def run(
     if dry_run:
         stages, warnings = rehearse(recipe)
         return RunResult(recipe.output, stages, warnings=warnings, dry_run=True)
-    job = Job(recipe, StageRecords(Path(recipe.output) / "stages", force))
+    job = Job(recipe, StageRecords(Path(recipe.output) / "stages", force), callbacks=callbacks)
     return job.run()
 
 
@@ -137,6 +142,7 @@ class Job:
         folder: Where checkpoints go; the recipe's output by default.
         texts: Where built-in texts are written; inside `folder` by default.
         trained: Name of the uptrained checkpoint.
+        callbacks: Of its training.
     """
 
     recipe: Recipe
@@ -144,6 +150,7 @@ class Job:
     folder: Path = field(default_factory=Path)
     texts: Path = field(default_factory=Path)
     trained: str = "uptrained"
+    callbacks: Sequence[TrainerCallback] = ()
 
     def __post_init__(self) -> None:
         if self.folder == Path():
@@ -248,7 +255,9 @@ class Job:
         words |= {"force": self.records.force, "trust_remote_code": self.recipe.trust_remote_code}
 
         def work(replace: bool) -> dict[str, Any]:
-            return uptrain(self.converted, self.uptrained, data, **words, **further).to_dict()
+            return uptrain(
+                self.converted, self.uptrained, data, callbacks=self.callbacks, **words, **further
+            ).to_dict()
 
         return self.records.stage(
             self.trained.replace("uptrained", "uptrain"),

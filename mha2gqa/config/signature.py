@@ -57,6 +57,34 @@ def _in_python(error: Mha2gqaError, flags: Mapping[str, str]) -> None:
     error.args = (error.message(),)
 
 
+def names_in_python(*kinds: type[Config]) -> Callable[[F], F]:
+    """Let the errors of a function name options as Python does, unless a command of the command line has called it.
+
+    Args:
+        kinds: The `Config`s whose options the errors may name.
+    """
+    every = {
+        flag: f"{name}=True" if item.default is False else name
+        for kind in kinds
+        for name, item in declared(kind).items()
+        for flag in item.flags
+    }
+
+    def decorate(function: F) -> F:
+        @functools.wraps(function)
+        def called(*args: Any, **options: Any) -> Any:
+            try:
+                return function(*args, **options)
+            except Mha2gqaError as error:
+                if not _TYPED.get():
+                    _in_python(error, every)
+                raise
+
+        return cast(F, called)
+
+    return decorate
+
+
 def takes_options(*kinds: type[Config], without: Iterable[str] = ()) -> Callable[[F], F]:
     """Give a function with `**options` the signature that names every option, and their help to its docstring.
 
@@ -84,25 +112,10 @@ def takes_options(*kinds: type[Config], without: Iterable[str] = ()) -> Callable
         ]
         keyword_only = [p for p in named if p.kind is p.KEYWORD_ONLY]
         others = [p for p in named if p.kind is not p.KEYWORD_ONLY]
-        every = {
-            flag: f"{name}=True" if item.default is False else name
-            for kind in kinds
-            for name, item in declared(kind).items()
-            for flag in item.flags
-        }
-
-        @functools.wraps(function)
-        def called(*args: Any, **options: Any) -> Any:
-            try:
-                return function(*args, **options)
-            except Mha2gqaError as error:
-                if not _TYPED.get():
-                    _in_python(error, every)
-                raise
-
+        called = names_in_python(*kinds)(function)
         called.__signature__ = own.replace(parameters=[*others, *keyword_only, *further])  # type: ignore[attr-defined]
         called.__doc__ = _documented(function.__doc__ or "", items)
-        return cast(F, called)
+        return called
 
     return decorate
 

@@ -19,8 +19,9 @@ from ..calibration import (
 from ..checkpoints.loading import resolve_device
 from ..checkpoints.reader import Checkpoint
 from ..checkpoints.streaming import ResidentLayers
-from ..config.convert import DEFAULT_METHOD
+from ..config.convert import DEFAULT_METHOD, ConvertConfig
 from ..config.given import require_model
+from ..config.signature import names_in_python
 from ..progress import Callback, Progress, reporting
 from ..reconstruct import ReconstructConfig
 from .converted import Converted
@@ -125,6 +126,7 @@ def convert_live(teacher: Any, plan: Plan, inputs: Inputs | None, options: Calib
 # --- public --------------------------------------------------------------------------------------------
 
 
+@names_in_python(ConvertConfig)
 def convert_model(
     model: Any,
     groups: int,

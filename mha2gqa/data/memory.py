@@ -47,7 +47,7 @@ def names_or_items(data: Any) -> tuple[list[str], Iterable[Any] | None]:
     if hasattr(data, "to_dict") and hasattr(data, "itertuples"):  # pandas
         return [], data.to_dict("records")
     if not isinstance(data, Iterable):
-        raise DataError(f"a {type(data).__name__} is not data", where="data", fix=ACCEPTED)
+        raise DataError(f"{type(data).__name__} is not data", where="data", fix=ACCEPTED)
     if not isinstance(data, list | tuple):
         return [], Replayed(iter(data)) if isinstance(data, Iterator) else data
     if not data:

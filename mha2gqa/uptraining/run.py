@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 import torch
+from transformers import TrainerCallback
 
 from ..checkpoints.hf_config import is_encoder_decoder, stored_dtype, text_config
 from ..checkpoints.loading import load_model, load_tokenizer, resolve_device
@@ -62,6 +63,7 @@ def uptrain(
     data: str | Path | Sequence[str | Path],
     *,
     progress: Progress | None = None,
+    callbacks: Sequence[TrainerCallback] = (),
     **options: Unpack[UptrainKeywords],
 ) -> UptrainResult:
     """Continue pretraining a converted checkpoint, by default distilling from the original.
@@ -73,6 +75,7 @@ def uptrain(
         out: Folder of the result, a plain checkpoint like the input.
         data: One path or several, see `data.read_documents`.
         progress: Whom to report to.
+        callbacks: `transformers.TrainerCallback`s, called beside our own; on resuming too.
         **options: See `UptrainConfig`, and `TrainerOptions` for what is passed to
             `transformers.TrainingArguments`.
 
@@ -89,7 +92,7 @@ def uptrain(
         >>> uptrain("llama-gqa8", "llama-gqa8-up", "c4.jsonl", tokens=20_000_000).losses["held_out_end"]
     """
     with reporting(progress):
-        return run_uptrain(make_config(str(model), str(out), data, options))
+        return run_uptrain(make_config(str(model), str(out), data, options), callbacks)
 
 
 @takes_options(UptrainConfig, TrainerOptions, without=("model", "out", "data"))
@@ -102,6 +105,7 @@ def train_model(
     folder: str | Path | None = None,
     collate: Collate | None = None,
     encoder: PairEncoder | None = None,
+    callbacks: Sequence[TrainerCallback] = (),
     **options: Unpack[TrainModelKeywords],
 ) -> UptrainResult:
     """The training of `uptrain` on a model in memory and blocks already cut, or pairs already encoded.
@@ -114,6 +118,7 @@ def train_model(
         folder: Where checkpoints go; None saves none.
         collate: Makes batches: next-token ones by default, a `SpanCollator` for encoder-decoders on corrupted spans.
         encoder: Of an encoder-decoder on pairs, see `data.seq2seq.open_encoder`; `tokens` are target tokens then.
+        callbacks: As `uptrain` takes them.
         **options: As `uptrain` takes them (`tokens` or `alpha`, `batch_tokens`, `learning_rate`, …).
 
     Returns:
@@ -141,7 +146,7 @@ def train_model(
             check_teacher(model, teacher, None)
             helper = Teacher(teacher.to(args.device))
         run_dir = RunDirectory.at(Path(place)) if folder else None
-        trained = train(run, args, model.float(), corpus, helper, run_dir)
+        trained = train(run, args, model.float(), corpus, helper, run_dir, callbacks)
     return summarise(run, trained, None if teacher is None else "in memory", begin)
 
 
@@ -178,7 +183,7 @@ def _in_memory(
     return run, Corpus(order, held_out, len(blocks) * run.budget.window, collate)
 
 
-def run_uptrain(config: UptrainConfig) -> UptrainResult:
+def run_uptrain(config: UptrainConfig, callbacks: Sequence[TrainerCallback] = ()) -> UptrainResult:
     """`uptrain` from a finished config."""
     begin = time.perf_counter()
     lost = lost_processes("uptrain", "the last checkpoint", TrainingError)
@@ -191,7 +196,7 @@ def run_uptrain(config: UptrainConfig) -> UptrainResult:
             check_generated(run)
         args = build_arguments(config, run.budget, run_dir.root, run.width, evaluates=True)
         with _opened(run_dir, run):
-            trained = _train_checkpoint(run, args, run_dir)
+            trained = _train_checkpoint(run, args, run_dir, callbacks)
         run = trained.trainer.run
         result = summarise(run, trained, None if run.teacher is None else run.teacher.name, begin)
         if trained.state is not None:  # only rank 0 holds the consolidated weights
@@ -222,7 +227,9 @@ def _opened(run_dir: RunDirectory, run: PreparedRun) -> Iterator[None]:
         after_failure.pop_all()
 
 
-def _train_checkpoint(run: PreparedRun, args: Any, run_dir: RunDirectory) -> TrainingRun:
+def _train_checkpoint(
+    run: PreparedRun, args: Any, run_dir: RunDirectory, callbacks: Sequence[TrainerCallback]
+) -> TrainingRun:
     """Load, train, and put adapters into the weights."""
     run = with_generated(run, args.device)
     config, source = run.config, run.source
@@ -252,7 +259,7 @@ def _train_checkpoint(run: PreparedRun, args: Any, run_dir: RunDirectory) -> Tra
             cached = cache_teacher(run, args, student, len(tokenizer), corpus, folder)
         elif run.teacher is not None:
             teacher = load_teacher(run, args, student, len(tokenizer))
-    trained = train(run, args, student, corpus, teacher, run_dir)
+    trained = train(run, args, student, corpus, teacher, run_dir, callbacks)
     trained.teacher_cache = cached
     if config.train in ("lora", "qlora") and trained.state is not None:
         _merge_adapter(run, trained, run_dir.root / "adapter")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -69,6 +69,7 @@ def train(
     corpus: Corpus,
     teacher: Teacher | None,
     run_dir: RunDirectory | None,
+    callbacks: Sequence[TrainerCallback] = (),
 ) -> TrainingRun:
     """The training itself, common to checkpoints and models in memory.
 
@@ -79,6 +80,7 @@ def train(
         corpus: What it trains on.
         teacher: The original, None without one and where its predictions come with the batches.
         run_dir: Where checkpoints go and resuming starts, None for neither.
+        callbacks: Called by the Trainer beside our own.
     """
     config, budget = run.config, run.budget
     before = set_dropout(student, config.dropout)
@@ -99,7 +101,7 @@ def train(
                 if teacher is not None:
                     compile_layers(teacher.model)
             with memory_advice(args, budget):
-                trainer = UptrainTrainer(student, args, run, corpus, teacher, stop)
+                trainer = UptrainTrainer(student, args, run, corpus, teacher, stop, callbacks)
                 checkpoint = None if run_dir is None else run_dir.last()
                 if checkpoint is not None:
                     trainer.restore(checkpoint)

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, SequentialSampler
-from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerState, TrainingArguments
+from transformers import (
+    PrinterCallback,
+    ProgressCallback,
+    Trainer,
+    TrainerCallback,
+    TrainerState,
+    TrainingArguments,
+)
 
 from ..checkpoints.atomic import write_json
 from ..checkpoints.json_files import read_json
@@ -45,6 +52,7 @@ class UptrainTrainer(Trainer):
         corpus: What it trains on.
         teacher: The original, None without one and where its predictions come with the batches.
         stop: Signal numbers received, see `interruption.stop_signals`.
+        callbacks: Further callbacks, called after our own.
     """
 
     def __init__(
@@ -55,6 +63,7 @@ class UptrainTrainer(Trainer):
         corpus: Corpus,
         teacher: Teacher | None,
         stop: list[int],
+        callbacks: Sequence[TrainerCallback] = (),
     ) -> None:
         window, pairs = run.budget.window, run.budget.pairs
         flops = training_flops(model, teacher, window, pairs)
@@ -66,7 +75,7 @@ class UptrainTrainer(Trainer):
             train_dataset=corpus.train,
             eval_dataset=corpus.train if corpus.held_out is not None else None,  # only its presence matters
             data_collator=cast(Any, corpus.collate if stream else as_is),
-            callbacks=[stopper],
+            callbacks=[stopper, *callbacks],
         )
         if args.fsdp and not self.is_fsdp_enabled:  # accelerate leaves it out without a word
             raise UsageError(

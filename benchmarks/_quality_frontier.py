@@ -308,7 +308,7 @@ def probes(record: Mapping[str, Any]) -> str:
     return (
         f"`{record['model']}`, {texts} texts of each kind and length, every question a choice among {record['choices']} "
         f"tokens (chance {1 / record['choices']:.1%}). {counted} of {len(lines)} probes count: the original is at least three "
-        "standard errors above chance. Results: share of right answers, and how far it is below the original's.\n\n"
+        "standard errors above chance (its own or those of single guesses, the larger). Results: share of right answers, and how far it is below the original's.\n\n"
         f"Measured on: {measured_on(record['provenance'])}.\n\n"
         + markdown(["probe", "original", "counts", *names], lines)
     )

@@ -455,3 +455,17 @@ def test_n31_values_that_are_no_text(model: Path, tmp_path: Path, text: Path) ->
         (tmp_path / name).write_bytes(content)
         with pytest.raises(DataError, match=said):
             score(model, tmp_path / name)
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+@pytest.mark.parametrize("value", ["foo", "auto", 5, [], ["bfloat16"], True])
+def test_a_config_that_names_no_format_of_numbers(
+    key: str, value: object, model: Path, tmp_path: Path
+) -> None:
+    config = json.loads((model / "config.json").read_text())
+    config.pop("dtype", None)
+    (model / "config.json").write_text(json.dumps(config | {key: value}))
+    refused(model, tmp_path / "out", rf"config\.json: {key} is .*; it must name a format, such as bfloat16")
+    for fine in (None, "float32"):
+        (model / "config.json").write_text(json.dumps(config | {key: fine}))
+        assert mha2gqa.plan(model, groups=2).num_kv_heads["after"] == 2

@@ -50,8 +50,15 @@ def read_config_json(file: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"architectures is {quoted(names)}", where=file, fix="it must be a list of names of classes"
         )
-    if (key := _absurd(config)) is not None:
-        raise CheckpointError(f"{key} is larger than any model's", where=file, fix=RESTORE)
+    for key in ("dtype", "torch_dtype"):
+        value = config.get(key)
+        unnamed = value is None or isinstance(value, Mapping) or value == ""
+        if not unnamed and named_dtype(value) is None:
+            raise CheckpointError(
+                f"{key} is {quoted(value)}", where=file, fix="it must name a format, such as bfloat16"
+            )
+    if (count := _absurd(config)) is not None:
+        raise CheckpointError(f"{count} is larger than any model's", where=file, fix=RESTORE)
     return config
 
 

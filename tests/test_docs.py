@@ -7,6 +7,7 @@ Blocks of `sh` and `python` run in order, page by page, in a folder that holds a
 from __future__ import annotations
 
 import json
+import math
 import re
 import shlex
 import subprocess
@@ -213,3 +214,12 @@ def test_a_results_file_on_no_page_is_named(tmp_path: Path, monkeypatch: pytest.
     filled = pages.filled(section)
     assert "old" not in filled and "| `cp -r` |" in filled and filled.endswith("<!-- end -->\nz\n")
     assert pages.filled(filled) == filled
+
+
+def test_the_readme_states_the_measured_price_of_a_7b() -> None:
+    """Minutes and GPU memory of all layers, rounded up, as `calibrate_speed.json` has them."""
+    said = re.search(r"all (\d+) layers in (\d+) minutes and\s+(\d+) GiB", (ROOT / "README.md").read_text())
+    rows = json.loads((ROOT / "benchmarks" / "results" / "calibrate_speed.json").read_text())["rows"]
+    whole = next(row for row in rows if row["name"] == "7b-whole")
+    price = (whole["layers"], math.ceil(whole["wall_seconds"] / 60), math.ceil(whole["gpu_gib"]))
+    assert said is not None and tuple(map(int, said.groups())) == price

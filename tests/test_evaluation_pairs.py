@@ -191,7 +191,7 @@ def test_a_missing_library_is_named_first(
     root: Path, monkeypatch: pytest.MonkeyPatch, library: str, metric: str
 ) -> None:
     monkeypatch.setitem(sys.modules, library, None)
-    with pytest.raises(UsageError, match=rf"--metrics {metric}: {library} is not installed; run pip install"):
+    with pytest.raises(UsageError, match=rf"^metrics {metric}: {library} is not installed; run pip install"):
         evaluate(root / "marian", root / "pairs.jsonl", metrics=[metric], device="cpu")
 
 

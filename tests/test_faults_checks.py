@@ -116,7 +116,7 @@ def test_what_cannot_be_checked_is_refused_unless_allowed(
 ) -> None:
     monkeypatch.setattr("mha2gqa.verification.loads.model_class", lambda _: None)
     (line,) = refusals(source, tmp_path / "in" / "out")
-    assert line.startswith("2: ") and "--allow-unchecked" in line
+    assert line.startswith("2: ") and "allow_unchecked=True" in line
     assert any(
         "cannot be checked" in w for w in mha2gqa.plan(source, groups=2, allow_unchecked=True).warnings
     )

@@ -176,7 +176,7 @@ def test_an_uptraining_whose_original_cannot_write_is_refused_before_the_work(
         uptrain(gqa, out, "generate", teacher="none", **TRAINED)
     with pytest.raises(UsageError, match=r"data_weights.*excludes"):
         uptrain(gqa, out, "generate", data_weights=(1.0,), **TRAINED)
-    with pytest.raises(UsageError, match=r"--data generate: no original is recorded.*--teacher"):
+    with pytest.raises(UsageError, match=r"data generate: no original is recorded.*teacher"):
         uptrain(mha, out, "generate", **TRAINED)
     t5 = tmp_path / "t5"
     t5.mkdir()

@@ -325,5 +325,5 @@ def test_deepseek_moe_as_qwen2_moe(tmp_path: Path, first: int, every: int, norma
     assert arch_conversion.plan(config, tensors, 2) is None, "remote code only where asked for"
     done = convert(tmp_path / "remote", tmp_path / "gqa", 2, method="joint", as_="qwen2_moe")
     assert all(check.ok for check in done.verification if check.ok is not None)
-    with pytest.raises(UnsupportedModelError, match="--as qwen2_moe"):
+    with pytest.raises(UnsupportedModelError, match="as_ qwen2_moe"):
         convert(tmp_path / "remote", tmp_path / "other", 2)

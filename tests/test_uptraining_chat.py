@@ -149,7 +149,7 @@ def test_chats_without_an_assistant_teach_nothing(models, tmp_path, streaming):
     assert not whole.unlabelled_steps and whole.losses["held_out_start"] > 0
     mixed = uptrain(models[0], tmp_path / "mixed", models[1], eval_data=None, **options)
     assert mixed.losses["held_out_start"] > 0
-    with pytest.raises(DataError, match="--eval-data: no token of these chats is an assistant's"):
+    with pytest.raises(DataError, match="eval_data: no token of these chats is an assistant's"):
         uptrain(models[0], tmp_path / "scored", models[1], eval_data=str(asked), **options)
 
 

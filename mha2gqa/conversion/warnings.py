@@ -115,6 +115,7 @@ def broken_warnings(odd: Sequence[str]) -> list[str]:
 
 
 def dropped_warnings(names: Sequence[str]) -> list[str]:
+    """Which tensors were left out as `drop_extra` asked."""
     return [f"left out, as asked: {listed(sorted(names))}"] if names else []
 
 
@@ -125,6 +126,7 @@ def merging_notes(converters: Sequence[ModuleConverter]) -> list[str]:
 
 
 def pooling_warnings(converters: Sequence[ModuleConverter]) -> list[str]:
+    """How much of a key head's norm mean pooling keeps, where that is little."""
     ratios = [r.report["norm_ratio"]["k"] for r in converters if r.report and r.plan.method == "mean"]
     if ratios and min(ratios) < 0.6:
         return [

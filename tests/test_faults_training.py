@@ -164,7 +164,7 @@ def test_an_original_that_is_gone_is_asked_for(models, tmp_path):
     (student / "mha2gqa.json").write_text(json.dumps(manifest))
     with pytest.raises(
         UsageError,
-        match=r"^teacher: the original .* is not here; give teacher PATH .* or teacher none",
+        match=r'^teacher: the original .* is not here; give teacher=PATH .* or teacher="none"',
     ):
         uptrain(student, tmp_path / "up", models[2], **RUN)
     assert not list(tmp_path.glob("up*"))

@@ -176,15 +176,15 @@ def test_an_uptraining_whose_original_cannot_write_is_refused_before_the_work(
         uptrain(gqa, out, "generate", teacher="none", **TRAINED)
     with pytest.raises(UsageError, match=r"data_weights.*excludes"):
         uptrain(gqa, out, "generate", data_weights=(1.0,), **TRAINED)
-    with pytest.raises(UsageError, match=r"data generate: no original is recorded.*teacher"):
+    with pytest.raises(UsageError, match=r'data="generate": no original is recorded.*teacher'):
         uptrain(mha, out, "generate", **TRAINED)
     t5 = tmp_path / "t5"
     t5.mkdir()
     (t5 / "config.json").write_text(json.dumps({"model_type": "t5", "is_encoder_decoder": True}))
-    with pytest.raises(UsageError, match=r"--data generate: a t5 model writes nothing.*--data FILE"):
+    with pytest.raises(UsageError, match=r'data="generate": a t5 model writes nothing.*data=FILE'):
         uptrain(t5, out, "generate", **TRAINED)
     monkeypatch.setattr(generate, "free_memory", lambda _: 1000)
-    with pytest.raises(UsageError, match=r"--data generate: .*GiB free.*--data FILE"):
+    with pytest.raises(UsageError, match=r'data="generate": .*GiB free.*data=FILE'):
         uptrain(gqa, out, "generate", **TRAINED)
     assert not out.exists() and not out.with_name("up.uptrain").exists()
 

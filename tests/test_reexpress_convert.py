@@ -260,7 +260,7 @@ def test_falcon_with_alibi_becomes_multi_query(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_meant_is_refused_in_one_line(neox: Path, tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match=r"ignores num_key_value_heads; convert with as_ auto"):
+    with pytest.raises(UnsupportedModelError, match=r'ignores num_key_value_heads; convert with as_="auto"'):
         convert(neox, tmp_path / "out", 2, as_="none")
     with pytest.raises(UsageError, match=r"as_: gpt_neox cannot be written as llama; it can be written as"):
         convert(neox, tmp_path / "out", 2, as_="llama")

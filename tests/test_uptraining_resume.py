@@ -419,7 +419,7 @@ def test_another_teacher_on_resuming_is_a_changed_recipe(tmp_path):
     interrupted(student, tmp_path / "up", text, 5, ce_weight=0.5)
     kept = tmp_path / "kept"
     original.rename(kept)
-    with pytest.raises(UsageError, match=r"is not here; give teacher PATH"):
+    with pytest.raises(UsageError, match=r"is not here; give teacher=PATH"):
         uptrain(student, tmp_path / "up", text, **options)
     with pytest.raises(UsageError, match="requires a teacher"):
         uptrain(student, tmp_path / "up", text, teacher="none", **options)

@@ -145,7 +145,7 @@ def test_a_module_that_layers_share_is_refused_for_calibration(models, tmp_path)
     model_class("zamba")(pico_config("zamba")).save_pretrained(tmp_path / "zamba")
     word_tokenizer(tmp_path / "zamba")
     with pytest.raises(
-        UnsupportedModelError, match=r"layers\.3.*is the same module as .*layers\.1.*method mean"
+        UnsupportedModelError, match=r'layers\.3.*is the same module as .*layers\.1.*method="mean"'
     ):
         mha2gqa.convert(tmp_path / "zamba", tmp_path / "out", 2, calibration=[models[2]], **STEPS)
     assert not (tmp_path / "out").exists()

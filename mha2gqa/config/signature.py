@@ -15,6 +15,7 @@ from ..errors import Mha2gqaError
 from .option import Config, Declared, declared
 
 F = TypeVar("F", bound=Callable[..., object])
+_VALUES = ("generate", "none", "auto", "mean", "joint")  # values that messages name behind an option
 _TYPED = ContextVar("typed", default=False)  # whether options were typed on the command line
 
 
@@ -38,15 +39,22 @@ def python_names(text: str, flags: Mapping[str, str]) -> str:
     Example:
         >>> python_names("use --eval-data, or --no-refit", {"--eval-data": "eval_data", "--refit": "refit"})
         'use eval_data, or refit=False'
+        >>> python_names("give --data FILE or --data generate", {"--data": "data"})
+        'give data=FILE or data="generate"'
     """
 
     def named(match: re.Match[str]) -> str:
-        if (flag := match[0]) in flags:
-            return flags[flag]
+        flag, value = match[1], match[2] or ""
+        if flag in flags:
+            name = flags[flag]
+            if not value or name.endswith("=True"):
+                return name + value
+            return f"{name}={value.strip()}" if value.isupper() else f'{name}="{value.strip()}"'
         positive = flag.replace("--no-", "--", 1)
-        return f"{flags[positive].removesuffix('=True')}=False" if positive in flags else flag
+        name = f"{flags[positive].removesuffix('=True')}=False" if positive in flags else flag
+        return name + value
 
-    return re.sub(r"--[a-z][a-z0-9-]*", named, text)
+    return re.sub(rf"(--[a-z][a-z0-9-]*)( (?:[A-Z]+|{'|'.join(_VALUES)})\b)?", named, text)
 
 
 def _in_python(error: Mha2gqaError, flags: Mapping[str, str]) -> None:

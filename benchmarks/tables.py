@@ -191,6 +191,15 @@ def demo(record: Mapping[str, Any]) -> str:
     return f"{markdown(head, body)}\n\n{took}, downloads and installation left out."
 
 
+def first_line(record: Mapping[str, Any]) -> str:
+    """Seconds until a command has said something."""
+    body = [[f"`{row['command']}`", f"{row['terminal']:.2f}", f"{row['file']:.2f}"] for row in record["rows"]]
+    setup = record["setup"]
+    about = f"`--help`: {record['help']:.2f} s. {setup['hardware']['cpu']}, {setup['hardware']['cores']} cores, load "
+    about += f"{setup['load_average_before']:.1f} before."
+    return f"{markdown(['seconds to the first line', 'on a terminal', 'into a file'], body)}\n\n{about}"
+
+
 # What a results file's command begins with -> its tables.
 RENDERERS: dict[str, Sequence[Callable[[Mapping[str, Any]], str]]] = {
     "benchmarks/quality.py": (quality, cost),
@@ -212,6 +221,7 @@ RENDERERS: dict[str, Sequence[Callable[[Mapping[str, Any]], str]]] = {
     "benchmarks/real/decode.py": (decoding,),
     "tests/fuzz/run.py": (fuzz,),
     "tests/kills/run.py": (kills,),
+    "benchmarks/first_line.py": (first_line,),
     "mha2gqa demo": (demo,),
     "mha2gqa sweep": (sweep,),
     "mha2gqa convert": (walk_quality,),

@@ -596,9 +596,9 @@ def test_push_to_an_endpoint_that_fails_is_one_line(
 
 
 def test_the_demo_shows_the_rows_that_its_stages_scored(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The whole demo on less text: four rows with the losses of the stages, a page, and a second call that does nothing."""
+    """The whole demo on less text: the same losses in log, JSON, table and pictures; a second call does nothing."""
     full = demo_module.demo_recipe
 
     def small(folder: Path, groups: int, method: str) -> Recipe:
@@ -611,7 +611,8 @@ def test_the_demo_shows_the_rows_that_its_stages_scored(
         return recipe_from_dict(recipe)
 
     monkeypatch.setattr(demo_module, "demo_recipe", small)
-    shown = demo_module.demo(tmp_path / "demo")
+    with caplog.at_level("INFO", logger="mha2gqa"):
+        shown = demo_module.demo(tmp_path / "demo")
     scored = [
         json.loads((tmp_path / "demo" / "g4-joint" / "stages" / f"{name}.json").read_text())
         for name in ("evaluate", "evaluate-uptrained")
@@ -622,6 +623,10 @@ def test_the_demo_shows_the_rows_that_its_stages_scored(
     assert losses["original"] < losses["converted"] < losses["mean"]
     page = (tmp_path / "demo" / "report.html").read_text(encoding="utf-8")
     assert all(f"{loss:.4f}" in page for loss in losses.values())
+    assert all(f"{role} {loss:.4f}" in caplog.text for role, loss in losses.items())
+    curve = page[page.index("Loss over uptraining") : page.index("Validation split")]
+    drawn = [losses[role] for role in ("original", "converted", "uptrained")]
+    assert all(f"{loss:.4f}" in curve for loss in drawn), "the picture's numbers are the table's"
     stamps = {path: path.stat().st_mtime_ns for path in (tmp_path / "demo").rglob("*.safetensors")}
     assert demo_module.demo(tmp_path / "demo").models == shown.models
     assert stamps == {path: path.stat().st_mtime_ns for path in (tmp_path / "demo").rglob("*.safetensors")}

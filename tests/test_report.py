@@ -878,3 +878,16 @@ def test_a_broken_card_of_the_source_is_no_licence_and_no_error(tmp_path: Path, 
     (tmp_path / "README.md").write_bytes(content)
     assert license_of([tmp_path / "README.md", tmp_path / "none.md"]) == {}
     assert isinstance(card_metadata(tmp_path / "README.md"), dict)
+
+
+def test_a_card_without_front_matter_is_read_in_silence(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from mha2gqa.report.folder import card_metadata
+
+    card = tmp_path / "README.md"
+    card.write_text("# A model\n\nNo metadata.\n", encoding="utf-8")
+    assert card_metadata(card) == {}
+    card.write_text("---\nlicense: mit\n---\n# A model\n", encoding="utf-8")
+    assert card_metadata(card) == {"license": "mit"}
+    assert caplog.text == "" and capsys.readouterr().err == ""

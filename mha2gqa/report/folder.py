@@ -47,6 +47,8 @@ def card_metadata(readme: Path) -> dict[str, Any]:
     from huggingface_hub import ModelCard
 
     try:
+        if not readme.read_text(encoding="utf-8").lstrip("\ufeff\n\r\t ").startswith("---"):
+            return {}  # of which the library would warn
         card = ModelCard.load(readme, ignore_metadata_errors=True)
     except (OSError, ValueError, TypeError, yaml.YAMLError):
         return {}

@@ -469,3 +469,28 @@ def test_a_config_that_names_no_format_of_numbers(
     for fine in (None, "float32"):
         (model / "config.json").write_text(json.dumps(config | {key: fine}))
         assert mha2gqa.plan(model, groups=2).num_kv_heads["after"] == 2
+
+
+def test_a_record_whose_own_header_is_broken(model: Path, tmp_path: Path) -> None:
+    """As torch does: what lies behind a header that is none is not read."""
+    state = weights(model)
+    (model / "model.safetensors").unlink()
+    file = model / "pytorch_model.bin"
+    torch.save(state, file)
+    with zipfile.ZipFile(file) as archive:
+        place = next(i.header_offset for i in archive.infolist() if i.filename.endswith("data/1"))
+    data = bytearray(file.read_bytes())
+    data[place] ^= 2
+    file.write_bytes(data)
+    refused(model, tmp_path / "out", "records contradict its directory")
+
+
+def test_a_number_that_no_float_holds_is_no_crash(model: Path, tmp_path: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    config.pop("rope_theta", None)
+    config["rope_parameters"] = {"rope_type": "default", "rope_theta": 10**29}
+    (model / "config.json").write_text(json.dumps(config))
+    try:
+        mha2gqa.convert(model, tmp_path / "out", 2)
+    except Mha2gqaError as error:
+        assert len(str(error)) <= 400

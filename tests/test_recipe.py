@@ -13,6 +13,7 @@ import pytest
 from mha2gqa.config import (
     Recipe,
     ReportConfig,
+    UptrainConfig,
     load_recipe,
     parse_count,
     parse_size,
@@ -344,3 +345,16 @@ def test_reading_a_recipe_imports_no_torch(tmp_path: Path) -> None:
         "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code, str(write(tmp_path / "r.yaml"))], check=True)
+
+
+def test_null_leaves_an_option_of_the_trainer_unset(tmp_path: Path) -> None:
+    file = tmp_path / "recipe.yaml"
+    file.write_text(
+        "source: m\noutput: o\nconvert: {groups: 2}\nevaluate: {data: t}\n"
+        "uptrain: {data: t, tokens: 4096, weight_decay: null, training_args: {adam_beta2: null}}\n"
+    )
+    found = load_recipe(file)
+    again = tmp_path / "again.yaml"
+    again.write_text(found.to_yaml())
+    assert load_recipe(again) == found and "weight_decay" not in found.to_yaml()
+    assert not UptrainConfig("m", "o", "t", tokens=4096, training_args={"weight_decay": None}).training_args

@@ -22,6 +22,7 @@ from .source_file import SourceFile
 _WRAPPED = ("state_dict", "model_state_dict", "model", "module")  # what training scripts call the weights
 _FIX = "save the model as safetensors first"
 _STORAGE = re.compile(r"[^/]+/data/\d+")  # the record of a storage
+_SIGNATURE = b"PK\x03\x04"  # of a record's own header
 _LOCAL = struct.Struct("<26xHH")  # a record's own header: lengths of its name and of its extra field
 _PACKED = 0x2061  # flags of a record: encrypted, patched, encrypted strongly, masked
 
@@ -179,7 +180,7 @@ def _records(file: SourceFile) -> tuple[dict[int, int], bytes]:
         length, extra = _LOCAL.unpack(head)
         begin = info.header_offset + _LOCAL.size
         name = file.read(begin, length).decode("utf-8", "replace")
-        if name != info.orig_filename or names.count(name) > 1:
+        if not head.startswith(_SIGNATURE) or name != info.orig_filename or names.count(name) > 1:
             raise CheckpointError(
                 f"its records contradict its directory ({quoted(name)})",
                 where=file.path,

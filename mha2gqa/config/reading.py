@@ -226,9 +226,10 @@ class _Reader:
             if near:
                 unknown_key(dotted, key, near, self.place(dotted))
         try:
-            return {name: read_training_arg(name, value, own) for name, value in values.items()}
+            read = {name: read_training_arg(name, value, own) for name, value in values.items()}
         except OptionError as error:
             raise error.at(f"{self.place(dotted)}: {dotted}") from error
+        return {name: value for name, value in read.items() if value is not None}  # None leaves one unset
 
     def check_together(self, kind: type[Config], name: str, found: Mapping[str, Any]) -> None:
         """Keys that exclude or need each other, reported at the key's own line."""

@@ -200,7 +200,7 @@ WITHOUT_EFFECT: dict[str, Any] = {
 
 
 def read_training_args(values: Mapping[str, Any], own: Collection[str] = ()) -> dict[str, Any]:
-    """TrainingArguments of a run, checked by name, kind, range, and together.
+    """TrainingArguments of a run, checked by name, kind, range, and together; None leaves one unset.
 
     Args:
         values: As given.
@@ -209,7 +209,8 @@ def read_training_args(values: Mapping[str, Any], own: Collection[str] = ()) -> 
     Raises:
         OptionError: One that a run does not honour, with what to use instead; or a value that cannot be used.
     """
-    out = {name: read_training_arg(name, value, own) for name, value in values.items()}
+    read = {name: read_training_arg(name, value, own) for name, value in values.items()}
+    out = {name: value for name, value in read.items() if value is not None}
     TrainerOptions(**{name: value for name, value in out.items() if name in declared(TrainerOptions)})
     return out
 

@@ -70,7 +70,7 @@ def _unbuildable() -> tuple[type[Exception], ...]:
 
     return (
         RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError, AssertionError, ImportError,
-        ZeroDivisionError, StrictDataclassError,
+        ArithmeticError, StrictDataclassError,
     )  # fmt: skip
 
 

@@ -105,7 +105,7 @@ def manifest(rng: Random, room: Room) -> Trial:
 
 def _parsed(data: bytes) -> dict[str, Any] | None:
     try:
-        found = json.loads(data.decode("utf-8-sig"))
+        found = json.loads(data.decode("utf-8"))  # a mark of byte order is no JSON
         json.dumps(found, ensure_ascii=False).encode()  # no halves of pairs
     except (ValueError, RecursionError):
         return None

@@ -349,7 +349,7 @@ def _make_pickled(folder: Path) -> None:
 
 def _by_torch(file: Path) -> dict[str, Tensor] | None:
     try:
-        found = torch.load(file, weights_only=True)
+        found = torch.load(file, map_location="cpu", weights_only=True)  # wherever it was saved
     except BaseException:
         return None
     if not isinstance(found, dict):

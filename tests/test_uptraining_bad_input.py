@@ -148,8 +148,8 @@ def test_what_is_not_installed(error, tmp_path, package):
 def test_numbers_as_yaml_reads_them():
     from mha2gqa.uptraining.run import make_config
 
-    given = {"weight_decay": "1e-3", "tf32": None, "neftune_noise_alpha": 5, "report_to": ["tensorboard"]}
-    found = make_config("m", "o", "d", {"tokens": 1} | given).training_args
+    given = {"weight_decay": "1e-3", "neftune_noise_alpha": 5, "report_to": ["tensorboard"]}
+    found = make_config("m", "o", "d", {"tokens": 1, "tf32": None} | given).training_args  # null: unset
     assert found == given | {"weight_decay": 1e-3, "neftune_noise_alpha": 5.0, "report_to": ("tensorboard",)}
 
 

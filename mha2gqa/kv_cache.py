@@ -66,7 +66,7 @@ def kv_layers(config: Mapping[str, Any]) -> tuple[KVLayer, ...]:
             `model_type` where that is known.
 
     Raises:
-        CheckpointError: Layers or heads cannot be told from it.
+        CheckpointError: It does not say how many layers or heads there are.
     """
     text = text_config(config)
     values = known_config(config)

@@ -156,7 +156,7 @@ def load_statistics(path: str | Path) -> Statistics:
     try:
         with safe_open(str(path), "pt") as file:
             head = json.loads((file.metadata() or {})["mha2gqa"])
-            about, modules = _told(head["about"]), {}
+            about, modules = _about(head["about"]), {}
             for key, flags in head["sites"].items():
                 names = {f"{key}.{name}" for name in ("inputs", "mixed", "queries")} & set(file.keys())
                 found = {name.rsplit(".", 1)[1]: _unpacked(file.get_tensor(name)) for name in names}
@@ -174,7 +174,7 @@ def load_statistics(path: str | Path) -> Statistics:
     return Statistics(modules, about)
 
 
-def _told(about: Any) -> dict[str, Any]:
+def _about(about: Any) -> dict[str, Any]:
     """What a file says of its text.
 
     Raises:

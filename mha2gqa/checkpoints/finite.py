@@ -1,4 +1,4 @@
-"""Whether stored numbers are finite: told by their bits, without making a tensor of them."""
+"""Whether stored numbers are finite, by their bits, without making a tensor of them."""
 
 from __future__ import annotations
 

@@ -198,6 +198,11 @@ def loading_class(raw: Mapping[str, Any], model_class: ModelClass = "auto") -> A
 
 
 def check_consent(raw: Mapping[str, Any], path: str | Path, consent: bool) -> None:
+    """Refuse code of a checkpoint that transformers has no class for, unless there is consent.
+
+    Raises:
+        UsageError: It needs code of its own and there is no consent.
+    """
     from transformers import CONFIG_MAPPING
 
     known = raw.get("model_type") in CONFIG_MAPPING
@@ -220,10 +225,10 @@ def _check_loading_info(info: Mapping[str, Any], path: str | Path, own_code: boo
         "of another shape": sorted(mismatched),
         "error": sorted(map(str, info.get("error_msgs", ()))),
     }
-    told = [f"{len(names)} {kind}: {listed(names)}" for kind, names in faults.items() if names]
-    if told:
+    parts = [f"{len(names)} {kind}: {listed(names)}" for kind, names in faults.items() if names]
+    if parts:
         fix = _way_out(faults, own_code)
-        raise CheckpointError(f"tensors do not fit the config: {'; '.join(told)}", where=path, fix=fix)
+        raise CheckpointError(f"tensors do not fit the config: {'; '.join(parts)}", where=path, fix=fix)
 
 
 def _way_out(faults: Mapping[str, list[str]], own_code: bool) -> str:

@@ -64,14 +64,14 @@ class SideFiles:
 
     def warnings(self) -> list[str]:
         """What the user should know of files that stay behind."""
-        told = []
+        found = []
         if self.left:
-            told.append(
+            found.append(
                 f"not copied, since nothing is known of them: {listed(self.left)} (--keep GLOB takes them along)"
             )
         if self.outside:
-            told.append(f"not copied, since they are links out of the folder: {listed(self.outside)}")
-        return told
+            found.append(f"not copied, since they are links out of the folder: {listed(self.outside)}")
+        return found
 
 
 def find_side_files(folder: Path, config: Mapping[str, Any], keep: Sequence[str] = ()) -> SideFiles:
@@ -247,7 +247,7 @@ def _check_patterns(keep: Sequence[str], names: Sequence[str]) -> None:
 
 
 def _kept_before(folder: Path) -> tuple[str, ...]:
-    """What a source that we made was told to keep: it is kept again."""
+    """The patterns that a source made by us was converted with (`--keep`): they apply again."""
     if not (folder / MANIFEST).is_file():
         return ()
     kept = read_manifest(folder).get("keep")

@@ -20,7 +20,7 @@ from ..errors import CheckpointError, UnsupportedModelError, hub_refusals, reaso
 
 @dataclass(frozen=True)
 class Description:
-    """What can be told of a model without reading its weights.
+    """What is known of a model without reading its weights.
 
     Args:
         source: As given.

@@ -11,8 +11,7 @@ from ..checkpoints.hf_config import is_encoder_decoder, longest_context
 from ..config import Recipe, ReportConfig
 from ..config.convert import DEFAULT_METHOD
 from ..config.option import declared
-from ..config.pair_options import PairConfig
-from ..conversion.options import GENERATE
+from ..config.pair_options import GENERATE, PairConfig
 from ..data import PairOptions, read_documents
 from ..data.seq2seq import is_audio
 from ..errors import UsageError

@@ -152,7 +152,7 @@ def plan(
     wanted = suggested(possible, before, tp) if groups is None else groups
     model = described.reexpressed(stored_heads(wanted, wide), as_)
     chosen = _planned(model, wanted, wide)
-    untold = _check_early(source, described, model, chosen, allow_unchecked)
+    not_checked = _check_early(source, described, model, chosen, allow_unchecked)
     reach, usual = _reach(described.config)
     context = context or reach or usual
     price = _calibration(model, chosen, gpu_memory, gpus, calibration_tokens)
@@ -184,7 +184,7 @@ def plan(
         warnings=[
             *(model.found.notes if model.found else ()),
             *chosen.warnings,
-            *untold,
+            *not_checked,
             *_beyond(context, reach),
             *_too_large(price, gpu_memory),
             *(

@@ -51,7 +51,7 @@ class StageRecords:
         Args:
             name: Of the stage, also of its file.
             inputs: All that its result depends on, as JSON data.
-            work: Does it; its result is JSON data. It is told whether what is there may be replaced: with
+            work: Does it; its result is JSON data. Its argument says whether what is there may be replaced: with
                 `force`, or where this very stage was begun before and never finished.
             detail: One line about a result.
             product: The checkpoint it makes. A finished stage with a product is never done over without

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..checkpoints.hf_config import text_config
+from ..config import PlanConfig, UptrainConfig
 from ..conversion.plan import Plan
 from ..conversion.result_tensors import result_shapes
 from .describe import Description
@@ -22,9 +23,8 @@ FROZEN_BYTES = 2
 AUTOCAST_BYTES = 2  # bfloat16 copies of trained weights, for one forward and backward pass
 # NF4 with double quantisation: 4 bits, and 8 bits + 32/256 bits of scales for 64 weights (arXiv:2305.14314).
 QUANTISED_BYTES = (4 + (8 + 32 / 256) / 64) / 8
-LORA_RANK = 16
 DEVICES, SHARDED = (1, 2, 4, 8), ("all", "attention")  # adapters do not train under FSDP
-CARDS = (1, 2)  # that prices are told for
+CARDS = (1, 2)  # of which prices are given
 WINDOW = 2048
 BLOCKS = (8, 4, 2, 1)  # of a forward pass of one process: the most that fit are taken
 # What a token keeps in each layer for the backward pass, as multiples of the widths D and F: in compiled layers, which
@@ -33,7 +33,6 @@ KEPT_BYTES = {True: (15, 7), False: (45, 14)}
 LOGIT_BYTES = 1.5e9  # of a chunk of logits, its gradient and CUDA's context
 TRAIN_FLOPS = 5.5e14  # sustained by an H100 or H200 in bfloat16, operations per second
 CARDS_SHARE = 0.94  # of a further card that is used
-TOKENS = 10**9
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,12 @@ class Sizes:
 
 
 def training_price(
-    model: Description, decided: Plan, *, gpu_memory: float, tokens: int = TOKENS, window: int = WINDOW
+    model: Description,
+    decided: Plan,
+    *,
+    gpu_memory: float,
+    tokens: int = PlanConfig.uptrain_tokens,
+    window: int = WINDOW,
 ) -> dict[str, Any]:
     """Memory, speed and hours of `uptrain` for each parameter set, with a bf16 teacher.
 
@@ -88,7 +92,7 @@ def training_price(
         model: The original.
         decided: Its conversion.
         gpu_memory: Bytes of one device.
-        tokens: Budget that hours are told for.
+        tokens: Budget of which the hours are given.
         window: Tokens of a block.
 
     Returns:
@@ -221,7 +225,7 @@ def _parameter_sets(
                 kv += count[name]
                 whole.add(name)
             elif role.endswith(".weight") and len(shapes[name]) == 2:
-                lora += LORA_RANK * sum(shapes[name])
+                lora += UptrainConfig.lora_r * sum(shapes[name])
     linear = {name for name, shape in shapes.items() if len(shape) == 2 and vocabulary not in shape}
     trained = {"all": sum(count.values()), "attention": attention, "lora": kv + lora, "qlora": kv + lora}
     return trained, sum(count[name] for name in linear - whole)

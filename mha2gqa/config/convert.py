@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from .coerce import Bytes
 from .option import ADVANCED, CALIBRATION, CLI, OUTPUT, WHAT, OptionError, option
-from .pair_options import PairConfig
+from .pair_options import GENERATE, PairConfig
 from .reconstruct import ReconstructConfig
 
 Method = Literal["mean", "first", "random", "align", "joint"]
@@ -171,7 +171,7 @@ class ConvertConfig(PairConfig):
         if not self.attention:
             yield OptionError("attention", "names no kind", "use self, cross or both")
         texts = self.calibration if isinstance(self.calibration, list | tuple) else ()
-        if len(texts) > 1 and "generate" in texts:
+        if len(texts) > 1 and GENERATE in texts:
             yield OptionError(
                 "calibration", "generate stands alone", "give generate, or files, or ./generate for a file"
             )

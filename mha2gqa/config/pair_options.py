@@ -9,6 +9,7 @@ from .option import PAIRS, Config, option
 
 Task = Literal["transcribe", "translate"]
 Targets = Literal["data", "generate"]
+GENERATE = "generate"  # instead of a path: the original samples the text
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from ..errors import UsageError
 from .coerce import Invalid, is_removed, short, unknown_key
 from .option import Config, OptionError, declared, plain
 from .recipe import SECTIONS, Recipe, Section, keys
-from .trainer import INSTEAD, WITHOUT_EFFECT, TrainerOptions, read_training_arg
+from .trainer import INSTEAD, WITHOUT_EFFECT, TrainerOptions, read_each
 from .yaml_text import NotYaml, parse, parse_value, read_text
 
 SECRET_KEY = re.compile(r"(^|_)(token|api_key|password|secret)$", re.I)
@@ -226,10 +226,9 @@ class _Reader:
             if near:
                 unknown_key(dotted, key, near, self.place(dotted))
         try:
-            read = {name: read_training_arg(name, value, own) for name, value in values.items()}
+            return read_each(values, own)
         except OptionError as error:
             raise error.at(f"{self.place(dotted)}: {dotted}") from error
-        return {name: value for name, value in read.items() if value is not None}  # None leaves one unset
 
     def check_together(self, kind: type[Config], name: str, found: Mapping[str, Any]) -> None:
         """Keys that exclude or need each other, reported at the key's own line."""

@@ -209,10 +209,19 @@ def read_training_args(values: Mapping[str, Any], own: Collection[str] = ()) -> 
     Raises:
         OptionError: One that a run does not honour, with what to use instead; or a value that cannot be used.
     """
-    read = {name: read_training_arg(name, value, own) for name, value in values.items()}
-    out = {name: value for name, value in read.items() if value is not None}
+    out = read_each(values, own)
     TrainerOptions(**{name: value for name, value in out.items() if name in declared(TrainerOptions)})
     return out
+
+
+def read_each(values: Mapping[str, Any], own: Collection[str] = ()) -> dict[str, Any]:
+    """Each of them by itself, without those that None leaves unset.
+
+    Raises:
+        OptionError: As `read_training_args`.
+    """
+    read = {name: read_training_arg(name, value, own) for name, value in values.items()}
+    return {name: value for name, value in read.items() if value is not None}
 
 
 def read_training_arg(name: str, value: Any, own: Collection[str] = ()) -> Any:

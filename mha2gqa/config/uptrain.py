@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from .coerce import Steps
 from .option import ADVANCED, CLI, OUTPUT, TEACHER, TRAINING, WHAT, OptionError, declared, option
-from .pair_options import PairConfig
+from .pair_options import GENERATE, PairConfig
 from .trainer import read_training_args
 
 Train = Literal["all", "attention", "lora", "qlora"]
@@ -251,10 +251,10 @@ class UptrainConfig(PairConfig):
     @property
     def generates(self) -> bool:
         """Whether the original samples the text."""
-        return tuple(self.data) == ("generate",)
+        return tuple(self.data) == (GENERATE,)
 
     def _generate_conflicts(self) -> Iterator[OptionError]:
-        if len(self.data) > 1 and "generate" in self.data:
+        if len(self.data) > 1 and GENERATE in self.data:
             yield OptionError(
                 "data", "generate stands alone", "give generate, or files, or ./generate for a file"
             )

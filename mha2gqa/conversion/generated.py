@@ -9,8 +9,9 @@ from .. import distributed
 from ..calibration.generate import generate_text
 from ..checkpoints.hf_config import longest_context
 from ..checkpoints.reader import Checkpoint
+from ..config.pair_options import GENERATE
 from ..progress import current
-from .options import GENERATE, CalibrationOptions
+from .options import CalibrationOptions
 
 DOCUMENT_TOKENS = 2048  # a document ends there, if not before
 

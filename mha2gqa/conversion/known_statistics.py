@@ -26,6 +26,11 @@ def saved_statistics(
 
 
 def check_owner(statistics: Statistics, plan: Plan, read: Callable[[str], Tensor]) -> None:
+    """Refuse statistics of another model.
+
+    Raises:
+        UsageError: They were measured on other weights.
+    """
     owner = statistics.about.get("model")
     if owner and owner != fingerprint([module.module for module in plan.modules], read):
         raise UsageError(
@@ -34,8 +39,10 @@ def check_owner(statistics: Statistics, plan: Plan, read: Callable[[str], Tensor
 
 
 def about_statistics(statistics: Statistics | None) -> dict[str, Any]:
+    """What the manifest says of them."""
     return {} if statistics is None else {"statistics": dict(statistics.about)}
 
 
 def statistics_warnings(statistics: Statistics | None) -> list[str]:
+    """What the user should know of them."""
     return [] if statistics is None else list(statistics.about.get("notes", []))

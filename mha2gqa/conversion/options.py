@@ -11,7 +11,6 @@ from ..data import PairOptions, TextSource
 from ..progress import current
 from .plan import Plan
 
-GENERATE = "generate"  # instead of a path: the original samples the text
 CALIBRATED = ("joint", "align")  # methods that know which heads fit together, and use moments
 FLOAT32_PARAMETERS = 10**9  # models up to this size are worked on in float32
 WINDOW = ConvertConfig.calibration_window

@@ -27,7 +27,7 @@ def decoder_prompt(
     """Ids that every target begins with.
 
     Args:
-        tokenizer: Is told the languages, where it has any.
+        tokenizer: Whose languages are set, where it has any.
         model_type: Of the stock class.
         config: With the defaults of its class.
         generation: The raw generation config.

@@ -138,7 +138,7 @@ def build_arguments(
         raise UsageError(
             "each of them would read the whole stream",
             where="dataloader_num_workers",
-            fix="leave out it or streaming",
+            fix="leave out one of the two: dataloader_num_workers or streaming",
         )
     own_accelerator = extra.pop("accelerator_config", None) or {}
     on_cpu = check_device(config.device)

@@ -11,8 +11,8 @@ import torch
 from ..calibration.generate import DATA, check_writer, generate_text, written_by
 from ..checkpoints.hf_config import load_config_json, longest_context
 from ..checkpoints.loading import resolve_device
+from ..config.pair_options import GENERATE
 from ..conversion.generated import DOCUMENT_TOKENS, generated_file
-from ..conversion.options import GENERATE
 from ..distributed import barrier, is_rank_zero
 from ..errors import UsageError
 from ..progress import current

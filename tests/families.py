@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -117,3 +119,14 @@ def assert_same(ours: Tensor, theirs: Tensor) -> None:
     """
     allowed = torch.finfo(theirs.dtype).eps * 4 * 64 * float(theirs.detach().abs().max())
     torch.testing.assert_close(ours, theirs, rtol=0, atol=allowed)
+
+
+def llama_shape(folder: Path, hidden: int, feed: int, heads: int, layers: int) -> Path:
+    """The config of a Llama as the benchmarks make it, without weights."""
+    config = {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": hidden,
+        "intermediate_size": feed, "num_attention_heads": heads, "num_key_value_heads": heads,
+        "num_hidden_layers": layers, "vocab_size": 32000, "dtype": "bfloat16", "tie_word_embeddings": False,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder

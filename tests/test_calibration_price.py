@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from families import llama_shape
 
 from mha2gqa.commands.calibration_price import calibration_price
 from mha2gqa.commands.describe import describe
@@ -20,21 +21,9 @@ SHAPES = {"7b": (4096, 11008, 32, 32), "72b": (8192, 29568, 64, 80)}
 ROWS = json.loads(MEASURED.read_text(encoding="utf-8"))["rows"]
 
 
-def config_of(folder: Path, shape: str, layers: int) -> Path:
-    """The config of a Llama as the benchmark makes it, without weights."""
-    hidden, feed, heads, _ = SHAPES[shape]
-    config = {
-        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": hidden,
-        "intermediate_size": feed, "num_attention_heads": heads, "num_key_value_heads": heads,
-        "num_hidden_layers": layers, "vocab_size": 32000, "dtype": "bfloat16", "tie_word_embeddings": False,
-    }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
-
 @pytest.mark.parametrize("row", ROWS, ids=[row["name"] for row in ROWS])
 def test_the_price_is_what_was_measured_within_half(row: dict[str, Any], tmp_path: Path) -> None:
-    model = describe(config_of(tmp_path, row["shape"], row["layers"]))
+    model = describe(llama_shape(tmp_path, *SHAPES[row["shape"]][:3], row["layers"]))
     decided = plan_conversion(model.config, model.shapes, row["groups"])
     steps = next((int(o.removeprefix("steps=")) for o in row["options"] if o.startswith("steps=")), None)
     price = calibration_price(
@@ -55,7 +44,7 @@ def test_the_price_is_what_was_measured_within_half(row: dict[str, Any], tmp_pat
 
 
 def test_plan_tells_the_price_and_what_does_not_fit(tmp_path: Path) -> None:
-    large = config_of(tmp_path, "72b", 80)
+    large = llama_shape(tmp_path, *SHAPES["72b"][:3], 80)
     roomy, tight = plan(large, groups=8), plan(large, groups=8, gpu_memory=12e9)
     assert roomy.calibration["regression"]["fits"] and not any("batch_tokens" in w for w in roomy.warnings)
     assert not tight.calibration["regression"]["fits"]
@@ -68,4 +57,4 @@ def test_plan_tells_the_price_and_what_does_not_fit(tmp_path: Path) -> None:
 
 
 def test_nothing_to_convert_has_no_price(tmp_path: Path) -> None:
-    assert plan(config_of(tmp_path, "7b", 2), groups=32).calibration == {}
+    assert plan(llama_shape(tmp_path, *SHAPES["7b"][:3], 2), groups=32).calibration == {}

@@ -37,7 +37,9 @@ def test_text_is_sampled_once_and_its_hash_is_checked(
     monkeypatch.setattr(generate, "load_model", lambda *_, **__: pytest.fail("sampled again"))
     assert generate_text(tiny_model_path(), out, tokens=150, window=32, seed=3, device="cpu") == facts
     monkeypatch.undo()
-    for changed in (lambda: out.write_text("cut"), lambda: None):  # a damaged file is made again, the same
+    record = generate._record_file(out)
+    damages = (lambda: out.write_text("cut"), lambda: record.write_text("{"), lambda: record.write_text("{}"))
+    for changed in (*damages, lambda: None):  # a damaged file is made again, the same
         changed()
         assert generate_text(tiny_model_path(), out, tokens=200, window=32, seed=3, device="cpu") == facts
         assert out.read_bytes() == first

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from families import llama_shape
 
 from mha2gqa.commands.describe import describe
 from mha2gqa.commands.estimate import plan
@@ -25,20 +26,8 @@ LARGE_FILE = RESULTS / "uptrain_large.json"
 LARGE = json.loads(LARGE_FILE.read_text())["rows"] if LARGE_FILE.exists() else []
 
 
-def config_of(folder: Path, shape: str) -> Path:
-    """The config of a Llama of a shape, without weights."""
-    hidden, feed, heads, layers = SHAPES[shape]
-    config = {
-        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": hidden,
-        "intermediate_size": feed, "num_attention_heads": heads, "num_key_value_heads": heads,
-        "num_hidden_layers": layers, "vocab_size": 32000, "dtype": "bfloat16", "tie_word_embeddings": False,
-    }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
-
 def sizes(folder: Path, shape: str, groups: int, window: int) -> Sizes:
-    model = describe(config_of(folder, shape))
+    model = describe(llama_shape(folder, *SHAPES[shape]))
     return sizes_of(model, plan_conversion(model.config, model.shapes, groups), window)
 
 
@@ -71,7 +60,7 @@ def test_training_of_7b_with_its_teacher_costs_what_was_measured_within_half(
 
 
 def test_less_is_trained_or_kept_the_less_it_costs(tmp_path: Path) -> None:
-    found = plan(config_of(tmp_path, "7b"), groups=8, uptrain_tokens=10**8).memory
+    found = plan(llama_shape(tmp_path, *SHAPES["7b"]), groups=8, uptrain_tokens=10**8).memory
     by_name = {
         (name, price["optim"], price["gpus"]): price
         for name, row in found["sets"].items()

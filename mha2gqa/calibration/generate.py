@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ..checkpoints.json_files import read_json
 from ..checkpoints.loading import (
     free_memory,
     load_config_json,
@@ -21,7 +22,7 @@ from ..checkpoints.loading import (
     weight_bytes,
 )
 from ..data.encoding import bos_id
-from ..errors import UsageError
+from ..errors import CheckpointError, UsageError
 from ..kv_cache import known_config, kv_bytes, max_batch
 from ..progress import current
 
@@ -151,9 +152,14 @@ def written_by(model: str | Path, file: Path) -> dict[str, Any] | None:
     """The record of a file that `model` wrote and that nobody has changed since; None for any other."""
     if not (file.exists() and _record_file(file).exists()):
         return None
-    record: dict[str, Any] = json.loads(_record_file(file).read_text())
-    same = record.get("model") == _model_id(model, load_config_json(model))
-    return record if same and hashlib.sha256(file.read_bytes()).hexdigest() == record["sha256"] else None
+    try:
+        record = read_json(_record_file(file))
+    except CheckpointError:
+        return None
+    same = record.get("model") == _model_id(model, load_config_json(model)) and isinstance(
+        record.get("tokens"), int
+    )
+    return record if same and hashlib.sha256(file.read_bytes()).hexdigest() == record.get("sha256") else None
 
 
 def _record_file(out: Path) -> Path:

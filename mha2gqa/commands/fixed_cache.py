@@ -63,8 +63,10 @@ class LayerCache:
     """Keys and values of one layer, `[B, K, S, d]` with every slot in use.
 
     Args:
+        batch, heads: B and K.
         slots: S: tokens of context, or of the layer's window if that is shorter.
-        context: Tokens of the sequence, the newest included.
+        dims: Widths of keys and of values.
+        like: A tensor of the model's dtype and device.
     """
 
     def __init__(self, batch: int, heads: int, slots: int, dims: tuple[int, int], like: Tensor) -> None:

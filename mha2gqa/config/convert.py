@@ -14,6 +14,9 @@ from .reconstruct import ReconstructConfig
 Method = Literal["mean", "first", "random", "align", "joint"]
 Attention = Literal["self", "cross"]
 DEFAULT_METHOD: Method = "joint"
+MOST_RECORDINGS = (
+    1_000  # to calibrate on: an encoder's states of 30 seconds are some MB, whatever is said in them
+)
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,7 @@ class ConvertConfig(PairConfig):
     calibration_tokens: int = option(
         524_288,
         "How many tokens of the calibration text to use, held-out ones included; of pairs their target tokens, of "
-        "at most 1,000 recordings.",
+        f"at most {MOST_RECORDINGS:,} recordings.",
         CALIBRATION,
         metavar="TOKENS",
         range=">= 1",

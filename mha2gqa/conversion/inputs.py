@@ -15,6 +15,7 @@ from torch import Tensor
 from ..calibration import Batch
 from ..checkpoints.hf_config import is_encoder_decoder, known_config, longest_context
 from ..checkpoints.loading import load_model
+from ..config.convert import MOST_RECORDINGS
 from ..data import (
     Pair,
     PairSource,
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
 
 MIN_TOKENS, MIN_TARGETS = 64, 8  # less text says nothing
 CHECKED_PAIRS = 10_000  # looked at before any is encoded
-MOST_RECORDINGS = 1_000  # an encoder's states of 30 seconds are some MB, whatever is said in them
 HELD_OUT = 16  # blocks kept back to judge the result by, at most
 LABELS = "labels"
 

@@ -42,14 +42,12 @@ def failed(checks: Sequence[Check]) -> str:
 
 
 def verify(out: str | Path, *, against: str | Path | None = None, full: bool = False) -> VerifyResult:
-    """Check a converted checkpoint.
+    """Check a converted checkpoint; with `against` or `full` also what was made, by the digests in its manifest.
 
     Args:
         out: The folder.
         against: The source; tensors that must not change are compared byte by byte, pooled ones recomputed.
         full: Read every tensor and demand finite numbers.
-
-    With either, what was made is held against the digests in the manifest.
 
     Returns:
         All checks, also the failed ones.

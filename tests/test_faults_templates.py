@@ -70,7 +70,15 @@ def test_a_template_that_fills_the_memory_is_ended(tmp_path: Path, monkeypatch: 
 def test_templates_that_end_are_left_alone(tmp_path: Path) -> None:
     plain = encoded(tmp_path, "{% for m in messages %}{{ m.content }} {% endfor %}")
     (ids,) = plain
-    assert len(ids) == 4 and not any(thread.name == "_look" for thread in threading.enumerate())
+    assert len(ids) == 4
+    assert not any(thread.name == "chat template watch" for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize("mark", ["{% generation %}", "{%- generation -%}"])
+def test_stars_of_a_text_are_no_power(tmp_path: Path, mark: str) -> None:
+    body = "{% for m in messages %}**w5** " + mark + "{{ m.content }}{% endgeneration %} {% endfor %}"
+    (ids,) = encoded(tmp_path, body, assistant_only=True)
+    assert len(ids) > 4
 
 
 def test_a_watch_ends_with_its_block() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from pathlib import Path
 from ..errors import DataError
 
 SECONDS, BYTES = 30.0, 2 << 30  # of one chat, its tokens included
+_MARKS = re.compile(r"{%[-+]?\s*(end)?generation\s*[-+]?%}")  # which transformers alone knows
 _INTERVAL = 0.2  # seconds between two looks
 
 
@@ -31,13 +33,15 @@ class Watch:
     def __init__(self) -> None:
         self._lock, self._stopped = threading.Lock(), threading.Event()
         self._thread, self._until, self._most = 0, 0.0, 0
+        self._looking = threading.Thread(target=self._look, name="chat template watch", daemon=True)
 
     def __enter__(self) -> Watch:
-        threading.Thread(target=self._look, daemon=True).start()
+        self._looking.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stopped.set()
+        self._looking.join()
 
     @contextmanager
     def over(self, where: str) -> Iterator[None]:
@@ -83,10 +87,12 @@ def check_template(template: str, where: object) -> None:
     from jinja2 import Environment, TemplateSyntaxError, nodes
 
     try:
-        parsed = Environment(extensions=["jinja2.ext.loopcontrols", "jinja2.ext.do"]).parse(template)
-    except TemplateSyntaxError:  # among them the marks that only transformers knows
-        parsed = None
-    if (parsed is not None and parsed.find(nodes.Pow)) or (parsed is None and "**" in template):
+        parsed = Environment(extensions=["jinja2.ext.loopcontrols", "jinja2.ext.do"]).parse(
+            _MARKS.sub("", template)
+        )
+    except TemplateSyntaxError:  # of which the tokenizer says more
+        return
+    if parsed.find(nodes.Pow):
         raise DataError("the chat template computes powers", where=where, fix="correct the template")
 
 

@@ -141,3 +141,11 @@ def test_encoder_decoders_are_not_timed(tmp_path: Path) -> None:
         stock_model(name).save_pretrained(tmp_path / name)
         with pytest.raises(UnsupportedModelError, match=f"{name} is an encoder-decoder"):
             bench(tmp_path / name)
+
+
+def test_settings_of_fits_that_are_not_made_are_said(tmp_path: Path) -> None:
+    said = "--fit is left alone"
+    pico_llama().save_pretrained(tmp_path / "mha")
+    for name, fit in (("with", {"steps": 7}), ("without", None)):
+        result = convert(tmp_path / "mha", tmp_path / name, 2, fit=fit)
+        assert any(said in warning for warning in result.warnings) == (fit is not None)

@@ -66,6 +66,8 @@ def calibrate(
     """
     fitted, warnings = options.fitted(bool(options.texts)), list[str]()
     options.how(plan)
+    if options.fit is not None and fitted is None:
+        warnings.append("no module is fitted, for want of calibration data or as asked: --fit is left alone")
     if options.statistics and plan.method not in CALIBRATED:
         options = replace(options, statistics=None)
         warnings.append(f"method {plan.method} uses no statistics: --statistics is left alone")

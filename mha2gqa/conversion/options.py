@@ -38,7 +38,7 @@ class CalibrationOptions:
     grouping: str | None = None
     refit: bool | None = None
     reconstruct: bool | None = None
-    fit: ReconstructConfig = field(default_factory=ReconstructConfig)
+    fit: ReconstructConfig | None = None
     device: Any = ConvertConfig.device
     seed: int = ConvertConfig.seed
     trust_remote_code: bool = False
@@ -64,7 +64,7 @@ class CalibrationOptions:
             "given" if given else config.grouping,
             config.refit,
             config.reconstruct,
-            config.fit if isinstance(config.fit, ReconstructConfig) else ReconstructConfig(),
+            config.fit if isinstance(config.fit, ReconstructConfig) else None,
             config.device,
             config.seed,
             config.trust_remote_code,
@@ -83,7 +83,7 @@ class CalibrationOptions:
             return None
         if not text:
             raise OptionError("refit" if refit else "reconstruct", "needs text", "give `calibration`")
-        return replace(self.fit, refit=refit, regress=regress, seed=self.seed)
+        return replace(self.fit or ReconstructConfig(), refit=refit, regress=regress, seed=self.seed)
 
     def how(self, plan: Plan) -> str:
         """The grouping asked for, or the method's default.

@@ -185,12 +185,15 @@ def planned(
     cells += [replace(control, part="tuning", tunes="ce", rate=rate) for rate in RATES["ce"]]
     for seed in seeds:
         cells += same_bytes(num_kv_heads, bold, wide[:1], small, seed)
+        cells += on_text(num_kv_heads, bold, wide[:1], small, seed)
         if seed == seeds[0]:  # the large budget, and what the wide rows cost spent on the others
             taught = replace(fits, groups=g_large, objective="kd", tokens=large)
             cells += [replace(taught, wide=r) for r in (*wide[:1], 1) if g_large % r == 0]
             cells += [replace(taught, groups=g), control, replace(original, cache="int8")]
-            cells += on_text(num_kv_heads, bold, wide[:1], small)
+            cells += [replace(fits, groups=n, objective="ce", tokens=small) for n in bold]
             cells += [replace(c, objective="mix") for c in cells if c.objective == "kd" and c.tokens == large]
+            cells += [_mixed(2 * g, large)] if 2 * g <= num_kv_heads else []
+            cells += [replace(_mixed(g, large), wide=r) for r in wide[:1] if g % r == 0]
             cells += equal_to_wide(num_kv_heads, bold, wide[:1], small)
     for r in wide[1:]:
         cells += [c for c in same_bytes(num_kv_heads, bold, [r], small, seeds[0]) if c.wide == r]
@@ -210,8 +213,9 @@ def _rest(
     small, large = alphas
     control = Cell("original", num_kv_heads, objective="ce", tokens=large)
     others = [n for n in groups if n not in bold]
-    cells = [c for n in others for c in (Cell("joint", n, "fits"), _taught(n, small))]
-    cells += [control, *(_taught(n, large) for n in others), *further_tuning(bold[0])]
+    cells = [c for n in others for c in (Cell("joint", n, "fits"), _taught(n, small), _mixed(n, small))]
+    cells += [control, *(row(n, large) for n in others for row in (_mixed, _taught))]
+    cells += further_tuning(bold[0])
     cells += [Cell("joint", n, "e2e") for n in (*bold, *others)]
     cells += [Cell("joint", n, "fits", text="generate") for n in groups]
     for n in groups:  # the same FLOPs of mean + kd
@@ -238,6 +242,11 @@ def _rest(
 def _taught(groups: int, tokens: int) -> Cell:
     """The default conversion, distilled on so many tokens."""
     return Cell("joint", groups, "fits", objective="kd", tokens=tokens)
+
+
+def _mixed(groups: int, tokens: int) -> Cell:
+    """The same with half of the loss from the text."""
+    return replace(_taught(groups, tokens), objective="mix")
 
 
 def _mean_like(cell: Cell) -> Cell:
@@ -272,11 +281,12 @@ def same_bytes(
     return [*starts, *taught, *(replace(cell, cache="int8") for cell in rounded)]
 
 
-def on_text(num_kv_heads: int, groups: Sequence[int], wide: Sequence[int], tokens: int) -> list[Cell]:
-    """The uptrained rows of `same_bytes` with half of the loss from the text, and GQA-G on the text alone."""
-    taught = [c for c in same_bytes(num_kv_heads, groups, wide, tokens, 0) if c.objective]
-    alone = [Cell("joint", g, "fits", objective="ce", tokens=tokens) for g in groups]
-    return [*(replace(cell, objective="mix") for cell in taught), *alone]
+def on_text(
+    num_kv_heads: int, groups: Sequence[int], wide: Sequence[int], tokens: int, seed: int
+) -> list[Cell]:
+    """The uptrained rows of `same_bytes` with half of the loss from the text."""
+    cells = same_bytes(num_kv_heads, groups, wide, tokens, seed)
+    return [replace(cell, objective="mix") for cell in cells if cell.objective]
 
 
 def equal_to_wide(num_kv_heads: int, groups: Sequence[int], wide: Sequence[int], tokens: int) -> list[Cell]:

@@ -114,9 +114,10 @@ def run(args: argparse.Namespace) -> None:
         work(args)
         return
     words = [*sys.argv[1:], "--until", str(args.until), "--gpus", str(max(1, gpus))]
-    processes = []
+    processes, masked = [], os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = masked.split(",") if masked else [str(i) for i in range(gpus)]
     for i in range(args.workers):
-        visible = {"CUDA_VISIBLE_DEVICES": str(i % gpus)} if gpus else {}
+        visible = {"CUDA_VISIBLE_DEVICES": names[i % gpus]} if gpus else {}
         processes.append(
             subprocess.Popen([sys.executable, __file__, *words, "--worker"], env=os.environ | visible)
         )

@@ -145,7 +145,7 @@ def test_a_model_trained_on_shorter_sequences_is_noticed(text: Path, tmp_path: P
         ),
         ("llama", "mean", "from 3.310 to 5.827 (joint 4.687, joint with data 3.322)"),
         ("llama", "align", "without calibration data; give --calibration TEXT"),
-        ("t5", "joint", "from 3.376 to 3.442 (mean 5.844, joint with data 3.392); give --calibration pairs"),
+        ("t5", "joint", "from 3.376 to 3.442 (mean 5.844, joint with data 3.392); give --calibration TEXT"),
         (
             "bart",
             "joint",

@@ -14,6 +14,7 @@ from mha2gqa.commands.estimate import plan
 from mha2gqa.conversion.checkpoint import convert
 from mha2gqa.errors import UnsupportedModelError, UsageError
 from mha2gqa.evaluation import evaluate
+from mha2gqa.report.terminal import render
 
 
 def saved(name: str, folder: Path) -> Path:
@@ -48,6 +49,38 @@ def test_lengths_are_the_models_own(
     assert again.decode["context"] == context
     assert again.decode["kv_bytes"] == {"before": kv_bytes // 2, "after": kv_bytes // 4}
     assert again.recommended.endswith(words)
+
+
+def test_uptraining_of_an_encoder_decoder_has_no_price_in_blocks_of_text(tmp_path: Path) -> None:
+    found = plan(saved("whisper", tmp_path / "in"), groups=2)
+    assert found.memory["sets"]["all"]["bytes"] and not found.memory["sets"]["all"]["prices"]
+    text = render(found.to_dict())
+    assert "blocks of 2,048 tokens" not in text and "`uptrain` counts target tokens of pairs" in text
+    assert not any("--uptrain-tokens" in warning for warning in found.warnings)
+    again = plan(tmp_path / "in", groups=2, uptrain_tokens=2000)
+    assert "--uptrain-tokens 2,000 is left alone" in again.warnings[-1]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        (
+            "whisper",
+            {"source_lang": "en", "task": "translate"},
+            "HELDOUT_RECORDINGS --source-lang en --task translate",
+        ),
+        ("bart", {"source_column": "a.b"}, "HELDOUT_PAIRS.jsonl --source-column a.b"),
+        ("t5", {"source_prefix": "to de: "}, "HELDOUT.jsonl --source-prefix 'to de: '"),
+    ],
+)
+def test_convert_ends_with_the_data_that_the_model_is_scored_on(
+    name: str, options: dict[str, str], words: str, tmp_path: Path
+) -> None:
+    source = saved(name, tmp_path / "in")
+    done = convert(source, tmp_path / "out", 2, **options)
+    assert done.recommended == f"mha2gqa evaluate {source} {tmp_path / 'out'} --data {words}"
+    assert render(done.to_dict()).rstrip().endswith(f"Next: {done.recommended}")
+    assert "recommended" not in json.loads((tmp_path / "out" / "mha2gqa.json").read_text())
 
 
 def test_a_context_beyond_the_decoders_positions_is_said(tmp_path: Path) -> None:

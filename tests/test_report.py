@@ -795,6 +795,7 @@ CONVERTED = {
     "num_kv_heads": {"before": 16, "after": 4}, "kv_bytes_per_token": {"before": 16384, "after": 4096},
     "layers": [], "verification": [{"name": "files", "ok": True, "detail": "1 file"}],
     "calibration": {"losses": {"fitted": 3.35, "original": 3.31, "merged": 3.609}},
+    "recommended": "mha2gqa evaluate 'acme/x y' out --data HELDOUT.jsonl",
 }  # fmt: skip
 
 
@@ -886,8 +887,9 @@ def test_a_card_without_front_matter_is_read_in_silence(
     from mha2gqa.report.folder import card_metadata
 
     card = tmp_path / "README.md"
-    card.write_text("# A model\n\nNo metadata.\n", encoding="utf-8")
-    assert card_metadata(card) == {}
+    for text in ("# A model\n\nNo metadata.\n", "---\n# Between rules, which never close\n", ""):
+        card.write_text(text, encoding="utf-8")
+        assert card_metadata(card) == {}
     card.write_text("---\nlicense: mit\n---\n# A model\n", encoding="utf-8")
     assert card_metadata(card) == {"license": "mit"}
     assert caplog.text == "" and capsys.readouterr().err == ""

@@ -17,7 +17,7 @@ from ..config.given import require_path
 from ..config.signature import names_in_python
 from ..conversion.plan import Plan, plan_conversion, plan_modules
 from ..conversion.result_tensors import result_shapes, result_tensors
-from ..data.pairs import is_audio
+from ..data.pairs import trained_on
 from ..data.spans import ENCODER_TOKENS
 from ..errors import UsageError, listed
 from ..kv_cache import (
@@ -27,7 +27,6 @@ from ..kv_cache import (
     max_batch,
     step_weight_bytes,
 )
-from ..modeling import PREFIX
 from ..results import Result
 from ..verification.preflight import check_early, demand, settled, unchecked
 from .calibration_price import calibration_price
@@ -36,8 +35,12 @@ from .estimate_wide import Form, wide_figures, wide_parallel_warnings
 from .training_price import training_price
 
 DISK_BYTES_PER_SECOND = 500e6  # a plain SSD; stated beside the estimate
-SPAN_CORRUPTED = ("t5", "mt5", "umt5")  # pretrained so: their tokenizers have the sentinels
 H100_BANDWIDTH = 3.35e12  # bytes/s of an H100 SXM, NVIDIA's data sheet
+_CALIBRATION = {
+    "text": "--calibration TEXT.jsonl",
+    "pairs": "--calibration PAIRS.jsonl",
+    "audio": "--calibration RECORDINGS --targets generate",
+}
 
 
 @dataclass
@@ -156,6 +159,7 @@ def plan(
     reach, usual = _reach(described.config)
     context = context or reach or usual
     price = _calibration(model, chosen, gpu_memory, gpus, calibration_tokens)
+    training = training_price(model, chosen, gpu_memory=gpu_memory, tokens=uptrain_tokens)
     options = [_option(described.reexpressed(g, as_), g, batch, context, gpu_memory) for g in possible]
     now, then = (next(o for o in options if o["groups"] == g) for g in (before, wanted))
     if wide > 1:
@@ -179,7 +183,7 @@ def plan(
         decode=_decode(now, then, batch, context, bandwidth, gpu_memory),
         conversion=_conversion(model, then["bytes"]),
         calibration=price,
-        memory=training_price(model, chosen, gpu_memory=gpu_memory, tokens=uptrain_tokens),
+        memory=training,
         exact=model.exact,
         warnings=[
             *(model.found.notes if model.found else ()),
@@ -187,6 +191,7 @@ def plan(
             *not_checked,
             *_beyond(context, reach),
             *_too_large(price, gpu_memory),
+            *_unpriced(training, uptrain_tokens),
             *(
                 wide_parallel_warnings(wanted, wide, tp)
                 or parallel_warnings(wanted // wide, num_heads, tp, possible)
@@ -230,9 +235,7 @@ def _reach(config: Mapping[str, Any]) -> tuple[int | None, int]:
 
 def _merging(config: Mapping[str, Any]) -> str:
     """Words of `convert` that merge heads best: data of the kind that the model was trained on."""
-    if not is_encoder_decoder(config) or str(config["model_type"]).removeprefix(PREFIX) in SPAN_CORRUPTED:
-        return "--calibration TEXT.jsonl"
-    return "--calibration RECORDINGS --targets generate" if is_audio(config) else "--calibration PAIRS.jsonl"
+    return _CALIBRATION[trained_on(config)]
 
 
 def _beyond(context: int, reach: int | None) -> list[str]:
@@ -368,6 +371,15 @@ def _calibration(
         tokens=tokens,
         itemsize=itemsize,
     )
+
+
+def _unpriced(training: Mapping[str, Any], tokens: int) -> list[str]:
+    """What to know where a budget of uptraining is asked for that has no price."""
+    if not training["unpriced"] or tokens == PlanConfig.uptrain_tokens:
+        return []
+    return [
+        f"--uptrain-tokens {tokens:,} is left alone: the speed of uptraining an encoder-decoder is not known"
+    ]
 
 
 def _too_large(price: Mapping[str, Any], gpu_memory: float) -> list[str]:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..checkpoints.hf_config import text_config
+from ..checkpoints.hf_config import is_encoder_decoder, text_config
 from ..config import PlanConfig, UptrainConfig
 from ..conversion.plan import Plan
 from ..conversion.result_tensors import result_shapes
@@ -33,6 +33,11 @@ KEPT_BYTES = {True: (15, 7), False: (45, 14)}
 LOGIT_BYTES = 1.5e9  # of a chunk of logits, its gradient and CUDA's context
 TRAIN_FLOPS = 5.5e14  # sustained by an H100 or H200 in bfloat16, operations per second
 CARDS_SHARE = 0.94  # of a further card that is used
+UNPRICED = (
+    "The speed of uptraining is not estimated for an encoder-decoder: it hangs on the lengths of sources and targets, "
+    "and only decoders were measured. `uptrain` counts target tokens of pairs, or tokens of plain text (T5), and says "
+    "before it starts how many steps those are."
+)
 
 
 @dataclass(frozen=True)
@@ -100,6 +105,7 @@ def training_price(
         gradients, optimiser and teacher, `without_teacher`, `gpus` (the smallest number of equal devices among 1, 2, 4,
         8 that hold them and one block; 0 where 8 are too few), `most_gpus`, and `prices`: for each `optim` and number
         of `gpus` the `blocks` of a forward pass that fit, `device_bytes` with them, `tokens_per_second` and `hours`.
+        `unpriced` says why there are no prices; it is empty where there are.
 
     Example:
         >>> training_price(model, decided, gpu_memory=80e9)["sets"]["lora"]["gpus"]  # doctest: +SKIP
@@ -107,6 +113,7 @@ def training_price(
     """
     sizes = sizes_of(model, decided, window)
     teacher = FROZEN_BYTES * sizes.teacher
+    unpriced = UNPRICED if is_encoder_decoder(model.config) else ""
     sets: dict[str, dict[str, Any]] = {}
     for train, number in sizes.trained.items():
         devices = DEVICES if train in SHARDED else DEVICES[:1]
@@ -121,11 +128,11 @@ def training_price(
                 price(sizes, train, optimiser, n, gpu_memory, tokens, window)
                 for optimiser in OPTIMISERS
                 for n in CARDS
-                if n in devices
+                if n in devices and not unpriced
             ],
         }
     found = {"gpu_memory": gpu_memory, "tokens": tokens, "window": window, "teacher_bytes": teacher}
-    return found | {"sets": sets}
+    return found | {"sets": sets, "unpriced": unpriced}
 
 
 def price(

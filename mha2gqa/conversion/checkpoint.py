@@ -43,6 +43,7 @@ from . import Calibrated, CalibrationOptions, Stage, calibrate, convert_model
 from .generated import with_generated
 from .in_memory import convert_state_dict
 from .plan import Groupings, Plan, plan_conversion
+from .recommended import next_command
 from .result_files import move_alignment_heads, write_config
 from .result_tensors import result_tensors
 from .untie import untied
@@ -80,6 +81,7 @@ class ConvertResult(Result):
         groups: G, the number of KV heads of the source's width whose cache the result has.
         wide: R, how many times as wide the result's KV heads are; 1 for plain ones.
         head_dim: `{"before": d, "after": R d}`.
+        recommended: A command to copy.
     """
 
     command: ClassVar[str] = "convert"
@@ -98,6 +100,7 @@ class ConvertResult(Result):
     groups: int = 0
     wide: int = 1
     head_dim: dict[str, int] = field(default_factory=dict)
+    recommended: str = ""
 
 
 @takes_options(ConvertConfig)
@@ -182,6 +185,7 @@ def convert(
             config.keep,
             tuple(dropped),
             config.allow_unchecked,
+            next_command(config, original.config),
         )
         try:
             if distributed.is_rank_zero():
@@ -227,6 +231,7 @@ class _Job:
         keep: Patterns of further files that go along.
         dropped: Names of tensors that are left out.
         allow_unchecked: Whether checks that cannot be made are allowed.
+        recommended: The command to type next.
     """
 
     source: str
@@ -239,6 +244,7 @@ class _Job:
     keep: tuple[str, ...] = ()
     dropped: tuple[str, ...] = ()
     allow_unchecked: bool = False
+    recommended: str = ""
 
 
 def _check_early(plan: Plan, seen: Checkpoint, source: str | Path, allow_unchecked: bool) -> list[Check]:
@@ -346,6 +352,7 @@ def _result(job: _Job, calibrated: Calibrated, checks: list[Check], odd: Sequenc
         plan.groups,
         plan.wide,
         {"before": plan.modules[0].geometry.head_dim, "after": plan.modules[0].result.head_dim},
+        job.recommended,
     )
 
 
@@ -404,5 +411,5 @@ def _manifest(result: ConvertResult, job: _Job, plan: Plan) -> dict[str, Any]:
         manifest["keep"] = list(job.keep)
     if job.dropped:
         manifest["dropped"] = sorted(job.dropped)
-    del manifest["output"]
+    del manifest["output"], manifest["recommended"]
     return manifest

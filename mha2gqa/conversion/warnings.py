@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from ..checkpoints.hf_config import is_encoder_decoder
-from ..data.pairs import is_audio, stock_type
+from ..data.pairs import SPAN_CORRUPTED, stock_type, trained_on
 from ..errors import listed
 from .plan import Plan
 from .rewrite import ModuleConverter
@@ -62,14 +62,18 @@ T5 = {
     "calibrated": 3.392,
 }
 PAIRS = {"original": 0.092, "mean": 1.006, "joint": 0.867}
-SPANS = ("t5", "mt5", "umt5", "longt5")  # position biases instead of positions, trained on corrupted spans
+_DATA = {
+    "text": "--calibration TEXT of the kind the model was trained on (or --calibration generate)",
+    "pairs": "--calibration pairs of its task (--source-column, --target-column)",
+    "audio": "--calibration recordings with their transcripts (or alone, with --targets generate)",
+}
 
 
 def _nearest(plan: Plan) -> tuple[str, Mapping[str, float]]:
     """The model that was measured and is most like this one, and its losses."""
     if not is_encoder_decoder(plan.source):
         return "our 30M Llama", DECODER
-    if stock_type(plan.source) in SPANS:
+    if stock_type(plan.source) in SPAN_CORRUPTED:
         return "our 6M T5", T5
     return "ANNalog (a Marian with 4M parameters that others trained)", PAIRS
 
@@ -98,11 +102,9 @@ def data_free_warnings(plan: Plan) -> list[str]:
 
 
 def _better(plan: Plan) -> str:
-    if not is_encoder_decoder(plan.source):
-        return "--calibration TEXT of the kind the model was trained on (or --calibration generate)"
-    if is_audio(plan.source):
-        return "--calibration recordings with their transcripts"
-    return "--calibration pairs of its task (--source-column, --target-column)"
+    if stock_type(plan.source) in SPAN_CORRUPTED:
+        return "--calibration TEXT of the kind the model was trained on, or pairs of its task"
+    return _DATA[trained_on(plan.source)]
 
 
 def broken_warnings(odd: Sequence[str]) -> list[str]:

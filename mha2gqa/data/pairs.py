@@ -6,8 +6,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from ..checkpoints.hf_config import is_encoder_decoder
 from ..config.pair_options import PairConfig
 from ..errors import DataError, Mha2gqaError, UsageError, reason
 from ..modeling import PREFIX
@@ -20,6 +21,7 @@ AUDIO_COLUMNS = ("audio", "file_name", "path")
 TRANSCRIPT_COLUMNS = ("text", "transcription", "transcript", "sentence", "target")
 SOURCE_COLUMNS, TARGET_COLUMNS = ("source",), ("target",)
 TEXT_COLUMNS = ("source", "text")  # where the original writes the targets, text alone is a source
+SPAN_CORRUPTED = ("t5", "mt5", "umt5")  # pretrained so, on plain text: their tokenizers have the sentinels
 
 
 @dataclass(frozen=True)
@@ -246,6 +248,13 @@ class PairSource:
         if self.audio:
             return Pair(value if isinstance(value, Audio) else to_audio(value, place, folder), said, place)
         return Pair(_text(value, source, place), said, place)
+
+
+def trained_on(config: Mapping[str, Any]) -> Literal["text", "pairs", "audio"]:
+    """The kind of data that a model is calibrated, uptrained and scored on, by its raw config."""
+    if not is_encoder_decoder(config) or stock_type(config) in SPAN_CORRUPTED:
+        return "text"
+    return "audio" if is_audio(config) else "pairs"
 
 
 def is_audio(config: Mapping[str, Any]) -> bool:

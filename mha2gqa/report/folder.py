@@ -45,11 +45,13 @@ def card_metadata(readme: Path) -> dict[str, Any]:
     """The front matter of a card; empty where there is none that can be read."""
     import yaml
     from huggingface_hub import ModelCard
+    from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
     try:
-        if not readme.read_text(encoding="utf-8").lstrip("\ufeff\n\r\t ").startswith("---"):
+        text = readme.read_text(encoding="utf-8-sig")
+        if not REGEX_YAML_BLOCK.search(text):
             return {}  # of which the library would warn
-        card = ModelCard.load(readme, ignore_metadata_errors=True)
+        card = ModelCard(text, ignore_metadata_errors=True)
     except (OSError, ValueError, TypeError, yaml.YAMLError):
         return {}
     found: dict[str, Any] = card.data.to_dict()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -83,14 +82,22 @@ def _plan(data: Data) -> Iterable[Block]:
     yield Line("Uptraining: weights, gradients, AdamW state and a bf16 teacher (activations come on top):")
     yield memory_table(data["memory"])
     yield BLANK
-    head, *rest = training_sentences(data["memory"])
-    yield Line(head)
-    yield price_table(data["memory"])
-    yield from map(Line, rest)
+    yield from _training_prices(data["memory"])
     if not data["exact"]:
         yield from (BLANK, Line("No weights were found: sizes come from the config."))
     yield from _warnings(data)
     yield from _next(data["recommended"])
+
+
+def _training_prices(memory: Data) -> Iterable[Block]:
+    """Speed and time of uptraining, or why there is no estimate."""
+    if reason := memory.get("unpriced"):
+        yield Line(reason)
+        return
+    head, *rest = training_sentences(memory)
+    yield Line(head)
+    yield price_table(memory)
+    yield from map(Line, rest)
 
 
 def _calibration_lines(price: Data) -> Iterable[Block]:
@@ -188,8 +195,7 @@ def _convert(data: Data) -> Iterable[Block]:
     yield from (BLANK, _checks(data["verification"]))
     yield from _warnings(data)
     yield from (BLANK, *_gained(data))
-    words = ["mha2gqa", "evaluate", data["source"], data["output"], "--data", "HELDOUT.jsonl"]
-    yield from _next(shlex.join(words))
+    yield from _next(data["recommended"])
 
 
 def _gained(data: Data) -> Iterable[Block]:

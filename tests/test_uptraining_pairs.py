@@ -292,6 +292,23 @@ def test_recordings_come_back_as_they_were(root: Path, tmp_path: Path) -> None:
     assert write_pairs(tmp_path / "y", encoder, pairs, targets=10) < 8
 
 
+def test_features_are_made_once_while_there_is_room(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoder = open_encoder(root / "whisper", PairOptions())
+    write_pairs(tmp_path / "x", encoder, encoder.options.open(str(root / "audio"), audio=True))
+    size, made = StoredPairs(tmp_path / "x", encoder)[0].encoder.nbytes, []
+    features = encoder.features
+    monkeypatch.setattr(
+        encoder, "features", lambda samples, place: made.append(place) or features(samples, place)
+    )
+    monkeypatch.setattr("mha2gqa.uptraining.pair_store.FEATURE_BYTES", 2 * size)
+    rows = StoredPairs(tmp_path / "x", encoder)
+    first, again = rows[[0, 1, 2]], rows[[0, 1, 2]]
+    assert made == ["pair 0", "pair 1", "pair 2", "pair 2"]
+    assert all(np.array_equal(a.encoder, b.encoder) for a, b in zip(first, again, strict=True))
+
+
 def test_layers_are_not_left_out_at_random(root: Path) -> None:
     model = load(root / "marian")
     model.model.encoder.layerdrop = 0.3

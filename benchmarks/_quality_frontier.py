@@ -316,3 +316,41 @@ def probes(record: Mapping[str, Any]) -> str:
 
 def _lost(result: Mapping[str, float]) -> str:
     return f"{result['share']:.1%} ({-result['lost']:+.1%} ± {result['standard_error']:.1%})"
+
+
+def wide_references(record: Mapping[str, Any]) -> str:
+    """Gaps of further references at the same cache bytes: plain heads, wide ones, twice the heads in 8 bits."""
+    by_model: dict[str, dict[tuple[int, int, str], float]] = {}
+    for row in record["rows"]:
+        by_model.setdefault(row["model"], {})[row["groups"], row["wide"], row["cache"]] = row["loss"]
+    head = [
+        "",
+        "original, loss",
+        "cache of",
+        "plain",
+        "wide R=2",
+        "2G heads, 8-bit cache",
+        "taken away by wide",
+    ]
+    lines = []
+    for model, losses in sorted(by_model.items()):
+        original = losses[0, 1, ""]
+        for groups in sorted(g for g, wide, cache in losses if wide > 1):
+            plain, wide = losses[groups, 1, ""] - original, losses[groups, 2, ""] - original
+            rounded = losses.get((2 * groups, 1, "int8"))
+            twice = "" if rounded is None else f"{rounded - original:+.4f}"
+            share = f"{1 - wide / plain:.0%}"
+            lines.append(
+                [
+                    f"`{model}`",
+                    f"{original:.4f}",
+                    f"GQA-{groups}",
+                    f"{plain:+.4f}",
+                    f"{wide:+.4f}",
+                    twice,
+                    share,
+                ]
+            )
+    scored = f"{record['rows'][0]['tokens']:,} tokens, blocks of {record['window']}, one seed."
+    about = f"Gap to the original after the default fits, nats per token; {scored}"
+    return f"{about}\n\nMeasured on: {measured_on(record['provenance'])}.\n\n{markdown(head, lines)}"

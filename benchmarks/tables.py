@@ -16,7 +16,7 @@ from typing import Any
 import _ledger
 from _loss_tables import OBJECTIVES, ce_weight, cost, quality, sweep
 from _markdown import markdown, measured_on
-from _quality_frontier import bars, positions, probes, same_bytes
+from _quality_frontier import bars, positions, probes, same_bytes, wide_references
 from _real import decoding, real
 from _speed_tables import calibrate_speed, closed_form_speed, convert_speed, decode_speed, uptrain_large
 from _suites import fuzz, kills
@@ -205,6 +205,7 @@ RENDERERS: dict[str, Sequence[Callable[[Mapping[str, Any]], str]]] = {
     "benchmarks/quality.py": (quality, cost),
     "benchmarks/quality_ledger.py": (same_bytes, quality, cost, positions),
     "benchmarks/quality_probes.py": (probes,),
+    "benchmarks/wide_references.py": (wide_references,),
     "bars of benchmarks/quality_ledger.py": (bars,),
     "benchmarks/quality_t5.py --stages tune": (ce_weight,),
     "benchmarks/convert_speed.py": (convert_speed,),

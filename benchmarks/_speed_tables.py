@@ -140,11 +140,12 @@ def _scaling(rows: Sequence[Record]) -> list[str]:
         one = [r for r in rows if r["processes"] == 1 and all(r[key] == row[key] for key in same)]
         if row["processes"] == 1 or not one:
             continue
-        shared = [sum(r["stage_seconds"][s] for s in ("statistics", "fit")) for r in (one[0], row)]
+        fits = [sum(r["stage_seconds"][s] for s in ("statistics", "fit")) for r in (one[0], row)]
+        search = [r["stage_seconds"]["grouping"] for r in (one[0], row)]
         said.append(
             f"`{row['name']}` beside `{one[0]['name']}`: a layer {one[0]['seconds_per_layer'] / row['seconds_per_layer']:.2f} "
-            f"times as fast on {row['processes']} GPUs; second moments and fits, which they share, "
-            f"{shared[0] / shared[1]:.2f} times; the search of groupings is rank 0's."
+            f"times as fast on {row['processes']} GPUs; second moments and fits {fits[0] / fits[1]:.2f} times, "
+            f"the search of groupings {search[0] / search[1]:.2f} times."
         )
     return said
 

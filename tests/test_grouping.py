@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from launching import launch
 
 from mha2gqa.architectures import AttentionSpec
 from mha2gqa.errors import UsageError
@@ -42,12 +43,16 @@ def objective(heads: int, seed: int, d: int = 4):
     return merge_objective(w, MergeContext(AttentionSpec(), d))
 
 
+def each(cost: Callable[[tuple[int, ...]], float]) -> Callable[[Sequence[tuple[int, ...]]], list[float]]:
+    return lambda groups: [cost(group) for group in groups]
+
+
 @pytest.mark.parametrize(("heads", "groups"), [(8, 2), (8, 4), (9, 3), (10, 2)])
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_search_finds_the_best_partition_of_few_heads(heads: int, groups: int, seed: int) -> None:
     p = objective(heads, seed)
     totals = {part: sum(p.cost(g) for g in part) for part in partitions(tuple(range(heads)), heads // groups)}
-    found = search(p.pairs().numpy(), p.cost, groups)
+    found = search(p.pairs().numpy(), each(p.cost), groups)
     assert totals[found] <= 1.01 * min(totals.values())
     assert totals[found] < np.mean(list(totals.values()))
 
@@ -64,30 +69,30 @@ def test_hidden_copies_are_found_whatever_the_budget() -> None:
     )
     p = merge_objective(w, MergeContext(AttentionSpec(), 6))
     for budget in (0, 5, 1000):
-        assert search(p.pairs().numpy(), p.cost, 4, budget=budget) == hidden
+        assert search(p.pairs().numpy(), each(p.cost), 4, budget=budget) == hidden
 
 
 def test_search_never_loses_to_the_neighbours_and_is_deterministic() -> None:
     for seed in range(4):
         p = objective(12, seed)
         pairs = p.pairs().numpy()
-        found = search(pairs, p.cost, 3)
-        assert found == search(pairs.copy(), p.cost, 3)
+        found = search(pairs, each(p.cost), 3)
+        assert found == search(pairs.copy(), each(p.cost), 3)
         assert p.relative_error(found) <= p.relative_error(((0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11)))
         assert sorted(h for g in found for h in g) == list(range(12))
 
 
 def test_the_budget_holds() -> None:
     p, calls = objective(16, 0), []
-    search(p.pairs().numpy(), lambda g: calls.append(g) or p.cost(g), 4, budget=60)
+    search(p.pairs().numpy(), each(lambda g: calls.append(g) or p.cost(g)), 4, budget=60)
     assert len(calls) <= 60 + 2 * 4
     assert len(calls) == len(set(calls))
     assert evaluations(128) == 2000 and 150 < evaluations(512) < 400 and evaluations(4096) == 24
 
 
 def test_trivial_partitions_cost_nothing() -> None:
-    def never(group: tuple[int, ...]) -> float:
-        raise AssertionError(group)
+    def never(groups: Sequence[tuple[int, ...]]) -> list[float]:
+        raise AssertionError(groups)
 
     assert search(np.ones((4, 4)), never, 1) == ((0, 1, 2, 3),)
     assert search(np.ones((4, 4)), never, 4) == ((0,), (1,), (2,), (3,))
@@ -134,7 +139,7 @@ def test_bad_grouping_files_are_refused(content: str, says: str, tmp_path: Path)
 
 @pytest.mark.parametrize("budget", [24, 200])
 def test_costs_computed_ahead_change_nothing(budget: int) -> None:
-    """Not the partition, and not how much of the budget is used: only costs that are asked for count."""
+    """Not the partition, and not how much of the budget is used: only costs that are asked for count against it."""
     rng = np.random.default_rng(budget)
     points = rng.normal(size=(16, 6))
     pairs = ((points[:, None] - points[None]) ** 2).sum(-1)
@@ -143,6 +148,33 @@ def test_costs_computed_ahead_change_nothing(budget: int) -> None:
         return float(pairs[np.ix_(group, group)].sum()) ** 1.3 + float(weights[list(group)].sum())
 
     weights = rng.uniform(0, 20, size=16)
-    alone = search(pairs, cost, 4, budget=budget)
-    with ThreadPoolExecutor(3) as pool:
-        assert search(pairs, cost, 4, budget=budget, pool=pool) == alone
+    asked: list[tuple[int, ...]] = []
+
+    def costs(groups: Sequence[tuple[int, ...]]) -> list[float]:
+        asked.extend(groups)
+        sizes.append(len(groups))
+        return each(cost)(groups)
+
+    sizes: list[int] = []
+    alone, one_by_one = search(pairs, costs, 4, budget=budget), len(asked)
+    assert set(sizes) == {1}
+    for at_once in (3, 32):
+        asked.clear()
+        sizes.clear()
+        assert search(pairs, costs, 4, budget=budget, at_once=at_once) == alone
+        assert len(asked) == len(set(asked)) and max(sizes) <= at_once
+        assert len(sizes) < one_by_one / 2
+
+
+@pytest.mark.parametrize("processes", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_processes_that_search_together_find_what_one_finds(processes: int, tmp_path: Path) -> None:
+    """Equal groups, and to the last bit equal costs, in every process and however the work is shared."""
+    worker = str(Path(__file__).with_name("search_worker.py"))
+    one, *many = (
+        json.loads(said.splitlines()[-1]) for n in (1, processes) for said in launch([worker], tmp_path, n)
+    )
+    assert many == [one] * processes
+    groupings, _ = one[0]
+    assert (
+        len({json.dumps(grouping) for grouping in groupings.values()}) == 2
+    )  # of one module other than neighbours

@@ -115,10 +115,10 @@ def test_calibrated_conversion_says_what_is_extrapolated(tmp_path: Path) -> None
     row = {
         "name": "default", "shape": "7b", "layers": 4, "groups": 8, "gpu": "GPU", "commands": 2, "processes": 1, "calibration_tokens": 524_288,
         "seconds_per_layer": 12.34, "whole_model_minutes": 9.6, "extrapolated": True, "gpu_gib": 20.0,
-        "host_anonymous_gib": 7.5, "host_pinned_gib": 12.0, "options": [], "stage_seconds": {"statistics": 8.0, "fit": 40.0},
+        "host_anonymous_gib": 7.5, "host_pinned_gib": 12.0, "options": [], "stage_seconds": {"statistics": 8.0, "grouping": 4.0, "fit": 40.0},
     }  # fmt: skip
     two = row | {"name": "two", "processes": 2, "commands": 1, "seconds_per_layer": 6.17}
-    two |= {"stage_seconds": {"statistics": 5.0, "fit": 20.0}}
+    two |= {"stage_seconds": {"statistics": 5.0, "grouping": 2.5, "fit": 20.0}}
     record = {
         "command_line": "python benchmarks/calibrate_speed.py",
         "versions": {"mha2gqa": "1", "torch": "2"},
@@ -131,5 +131,5 @@ def test_calibrated_conversion_says_what_is_extrapolated(tmp_path: Path) -> None
     assert f"| {named} | 524,288 | 12.3 | 10 (extrapolated) | 20.0 | 7.5 | 12.0 |" in text
     assert (
         "`two` beside `default`: a layer 2.00 times as fast on 2 GPUs" in text
-        and "which they share, 1.92 times" in text
+        and "second moments and fits 1.92 times, the search of groupings 1.60 times" in text
     )

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import distributed, heads
+from .. import heads
 from ..calibration import Statistics
 from ..checkpoints.loading import resolve_device
 from ..merging.grouping import evaluations, read_groupings, search
 from ..merging.objective import MergeObjective
 from ..merging.setup import merge_objective
+from ..merging.subspace import one_by_one
+from ..reconstruct.ranks import Ranks
 from .options import CalibrationOptions
 from .plan import Groupings, ModulePlan, Plan
 from .rewrite import check_finite, merge_context
+from .workers import Workers, workers
 
 ReportFields = dict[str, dict[str, Any]]  # module path -> further fields of its report
 Read = Callable[[str], Tensor]
@@ -33,8 +33,11 @@ def grouped(
     statistics: Statistics | None,
     options: CalibrationOptions,
     modules: Sequence[ModulePlan] | None = None,
+    ranks: Ranks | None = None,
 ) -> tuple[Plan, ReportFields]:
     """`plan` with the groupings the options ask for, and what a search gained.
+
+    Several processes share its work and find the same.
 
     Args:
         plan: With neighbours.
@@ -42,6 +45,7 @@ def grouped(
         statistics: Moments, if there are any.
         options: `grouping` is what counts.
         modules: Those of the plan that are searched now; all by default.
+        ranks: The processes that call this at the same time, with the same; this one alone by default.
     """
     how = options.how(plan)
     if how in ("neighbours", "given"):
@@ -49,78 +53,69 @@ def grouped(
     if how != "search":
         counts = {s.path: (s.geometry.num_kv_heads, len(s.grouping)) for s in plan.modules}
         return plan.regrouped(read_groupings(how, counts)), {}
+    objective = partial(_objective, plan, read=read, statistics=statistics, options=options)
+    report = options.say if modules is None else _silent
     groupings, fields = _searched(
-        plan, read, statistics, options, plan.modules if modules is None else modules, modules is None
+        plan, plan.modules if modules is None else modules, objective, options.seed, report, ranks or Ranks()
     )
     return plan.regrouped(groupings), fields
 
 
 def _searched(
     plan: Plan,
-    read: Read,
-    statistics: Statistics | None,
-    options: CalibrationOptions,
     modules: Sequence[ModulePlan],
-    report: bool,
+    objective: Callable[[ModulePlan], MergeObjective],
+    seed: int,
+    report: Callable[[str, int, int], None],
+    ranks: Ranks,
 ) -> tuple[Groupings, ReportFields]:
     """The best groupings found: one for each module, or one for all where heads may only move together."""
     found: dict[str, heads.Grouping] = {s.path: s.grouping for s in plan.modules}
     fields: ReportFields = {}
-    together: dict[tuple[str, int, int], list[tuple[ModulePlan, MergeObjective]]] = {}
-    searched = [m for m in modules if _free(plan, m)]
-    with _threads() as (pool, workers):
-        few = len(searched) < workers  # one cost a thread then, else one search a thread
+    problems = _problems(plan, [m for m in modules if _free(plan, m)])
+    with workers(ranks) as team:
+        few = sum(map(len, problems)) < team.count  # one cost a thread then, else one search a thread
         jobs: list[Callable[[], Found]] = []
-
-        def begin(members: list[tuple[ModulePlan, MergeObjective]]) -> None:
+        for members in problems if few else problems[ranks.rank :: ranks.count]:
+            stated = [(member, objective(member).costs_only()) for member in members]
             if few:
-                jobs.append(partial(_search, plan.method, members, options.seed, pool))
+                jobs.append(partial(_search, plan.method, stated, seed, team))
             else:
-                jobs.append(pool.submit(_search, plan.method, members, options.seed).result)
-
-        for module in searched:
-            count, groups = module.geometry.num_kv_heads, len(module.grouping)
-            objective = _objective(plan, module, read, statistics, options).costs_only()
-            if plan.spec.permutable_of(module.module.kind) == "model":
-                together.setdefault((module.module.kind, count, groups), []).append((module, objective))
-            else:
-                begin([(module, objective)])
-        for members in together.values():
-            begin(members)
-        for done, job in enumerate(jobs):
-            if report:
-                options.say("grouping", done, len(jobs))
-            best, errors = job()
-            for path, error in errors.items():
-                found[path] = best
-                fields[path] = {"relative_error_neighbours": error, "residual_neighbours": error}
+                jobs.append(team.pool.submit(_search, plan.method, stated, seed).result)
+        answers: list[Found] = []
+        for job in jobs:
+            report("grouping", len(answers), len(jobs))
+            answers.append(job())
+        if not few:
+            answers = [answer for part in ranks.gather(answers) for answer in part]
+    for best, errors in answers:
+        for path, error in errors.items():
+            found[path] = best
+            fields[path] = {"relative_error_neighbours": error, "residual_neighbours": error}
     return found, fields
+
+
+def _silent(stage: str, done: int, total: int) -> None:
+    """A search within a stage that others report."""
+
+
+def _problems(plan: Plan, modules: Sequence[ModulePlan]) -> list[list[ModulePlan]]:
+    """Modules that are searched on their own, then those that must keep one order of heads."""
+    alone: list[list[ModulePlan]] = []
+    together: dict[tuple[str, int, int], list[ModulePlan]] = {}
+    for module in modules:
+        if plan.spec.permutable_of(module.module.kind) == "model":
+            key = (module.module.kind, module.geometry.num_kv_heads, len(module.grouping))
+            together.setdefault(key, []).append(module)
+        else:
+            alone.append([module])
+    return [*alone, *together.values()]
 
 
 def _free(plan: Plan, module: ModulePlan) -> bool:
     """Whether there is a choice of heads that share."""
     chosen = len(module.grouping) in (1, module.geometry.num_kv_heads)
     return not chosen and plan.spec.permutable_of(module.module.kind) != "never"
-
-
-@contextmanager
-def _threads() -> Iterator[tuple[ThreadPoolExecutor, int]]:
-    """One thread per core, and how many: a small eigenproblem does not gain from several."""
-    own = torch.get_num_threads()
-    workers = max(1, min(_allowed(own), os.cpu_count() or 1))
-    torch.set_num_threads(workers)
-    try:
-        with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            yield pool, workers
-    finally:
-        torch.set_num_threads(own)
-
-
-def _allowed(own: int) -> int:
-    """Threads that a search may take: rank 0 searches while others wait, and launchers leave one to each process."""
-    if own == 1 and distributed.world_size() > 1 and hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return own
 
 
 def _objective(
@@ -136,27 +131,31 @@ def _objective(
 
 
 def _search(
-    method: str,
-    members: list[tuple[ModulePlan, MergeObjective]],
-    seed: int,
-    pool: ThreadPoolExecutor | None = None,
+    method: str, members: list[tuple[ModulePlan, MergeObjective]], seed: int, team: Workers | None = None
 ) -> Found:
     """The grouping of least summed cost of modules that must keep one order."""
     module, objectives = members[0][0], [objective for _, objective in members]
     groups = len(module.grouping)
     size = module.geometry.num_kv_heads // groups * module.geometry.head_dim
-    pairs = torch.stack([objective.pairs() for objective in objectives]).sum(0).numpy()
+    each = one_by_one if team is None else team.each
+    pairs = torch.stack([objective.pairs(each) for objective in objectives]).sum(0).numpy()
     # Procrustes costs are slow iterations; its authors search on sums of pairs alone, and so do we.
     budget = max(24, evaluations(size) // len(objectives)) if method == "joint" else 0
-    known: dict[tuple[int, ...], list[float]] = {}  # neighbours are asked for again at the end
+    known: dict[
+        tuple[int, ...], list[float]
+    ] = {}  # of each objective; neighbours are asked for again at the end
 
-    def costs(group: tuple[int, ...]) -> list[float]:
-        if group not in known:
-            known[group] = [objective.cost(group) for objective in objectives]
-        return known[group]
+    def costs(wanted: Sequence[tuple[int, ...]]) -> list[float]:
+        new = [group for group in wanted if group not in known]
+        known.update(zip(new, each(lambda group: [o.cost(group) for o in objectives], new), strict=True))
+        return [sum(known[group]) for group in wanted]
 
-    best = search(pairs, lambda group: sum(costs(group)), groups, budget=budget, seed=seed, pool=pool)
-    each = [
-        sum(lost) / 2 for lost in zip(*map(costs, module.grouping), strict=True)
-    ]  # see MergeObjective.relative_error
-    return best, {member.module.path: lost for (member, _), lost in zip(members, each, strict=True)}
+    if team is None:
+        best = search(pairs, costs, groups, budget=budget, seed=seed)
+    else:  # every process takes the same steps, which it can only on the same costs
+        pairs = team.ranks.agree(pairs)
+        best = search(pairs, costs, groups, budget=budget, seed=seed, at_once=team.count)
+    costs(module.grouping)
+    each_lost = [sum(lost) / 2 for lost in zip(*map(known.__getitem__, module.grouping), strict=True)]
+    # see MergeObjective.relative_error
+    return best, {member.module.path: lost for (member, _), lost in zip(members, each_lost, strict=True)}

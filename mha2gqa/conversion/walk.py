@@ -273,14 +273,10 @@ class Walk:
     # --- what is merged ----------------------------------------------------------------------------------
 
     def _group(self, modules: tuple[ModulePlan, ...] | list[ModulePlan]) -> None:
-        """Search which heads of these modules share: on rank 0, which takes the cores of all."""
+        """Search which heads of these modules share; the ranks search together."""
         with self.clock("grouping"):
-            plan, fields = self.plan, dict[str, dict[str, Any]]()
-            if self.ranks.rank == 0:
-                read = partial(self.weights.read_anywhere, at=self.original.at)
-                plan, fields = grouped(plan, read, self._moments(), self.options, modules)
-            chosen, fields = self.ranks.agree(({m.path: m.grouping for m in plan.modules}, fields))
-            self.plan = plan.regrouped(chosen)
+            read = partial(self.weights.read_anywhere, at=self.original.at)
+            self.plan, fields = grouped(self.plan, read, self._moments(), self.options, modules, self.ranks)
             for path, gained in fields.items():
                 self.reports[path] = dict(gained)
 

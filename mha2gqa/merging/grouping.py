@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,12 @@ import numpy as np
 from ..errors import UsageError
 from ..heads import neighbours
 
-Grouping = tuple[tuple[int, ...], ...]
-Cost = Callable[[tuple[int, ...]], float]
+Members = tuple[int, ...]
+Grouping = tuple[Members, ...]
+Costs = Callable[[Sequence[Members]], Sequence[float]]  # of some groups, each given as ascending head indices
 STARTS = 16  # random starts beside the neighbours and the greedy one
 FINALISTS = 6
 FRESH = 3
-AHEAD = 32  # group costs that are computed before it is known whether they are asked for
 
 
 def canonical(groups: Sequence[Sequence[int]]) -> Grouping:
@@ -40,80 +40,80 @@ def evaluations(size: int) -> int:
 
 def search(
     pairs: np.ndarray,
-    cost: Cost,
+    costs: Costs,
     groups: int,
     *,
     budget: int = 1000,
     seed: int = 0,
-    pool: Executor | None = None,
+    at_once: int = 1,
 ) -> Grouping:
     """The cheapest partition found into `groups` groups of equal size.
 
     Args:
         pairs: `[K, K]` symmetric cost of two heads sharing.
-        cost: Exact cost of a group, given as ascending head indices.
+        costs: Exact costs of some groups.
         groups: G; must divide K.
-        budget: Exact costs that may be computed.
+        budget: Exact costs that may be asked for.
         seed: Of the random starts.
-        pool: Computes costs that may be asked for next; the result is the same without.
+        at_once: How many costs are computed together: beside the one that is asked for those that may be asked for
+            next. The result is the same for any number.
 
     Returns:
         The partition, canonical: the same for the same costs, budget and seed.
 
     Example:
         >>> far = np.array([[0, 9, 1, 9], [9, 0, 9, 1], [1, 9, 0, 9], [9, 1, 9, 0]], dtype=float)
-        >>> search(far, lambda group: far[np.ix_(group, group)].sum(), 2)
+        >>> search(far, lambda groups: [far[np.ix_(group, group)].sum() for group in groups], 2)
         ((0, 2), (1, 3))
     """
     heads = len(pairs)
     start = neighbours(heads, groups)
     if groups in (1, heads):
         return start
-    memo = _Memo(cost, budget, pool)
+    memo = _Memo(costs, budget, at_once)
     starts = list(_starts(pairs, groups, seed))
     found = {canonical(_descend(pairs, labels)) for labels in starts}
     ranked = sorted(found, key=lambda partition: (_proxy(pairs, partition), partition))
     if heads == 2 * groups:  # pair costs are the exact costs
         return ranked[0]
     finalists = dict.fromkeys([start, *ranked[: max(1, min(FINALISTS, budget // (2 * groups)))]])
-    memo.prepare(group for partition in finalists for group in partition)
+    memo.coming = lambda: (group for partition in finalists for group in partition)
     order = sorted(finalists, key=lambda partition: (memo.total(partition), partition))
     fresh = [canonical(_groups(labels)) for labels in starts[-FRESH:]]  # other basins than the proxy's
     refined = [_refine(pairs, memo, partition) for partition in [*order, *fresh] if memo.left > 0]
-    memo.close()
     return min([*order, *refined], key=lambda partition: (memo.total(partition), partition))
 
 
 class _Memo:
-    """Exact costs by group; knows when the budget is used up, which only costs that are asked for count against."""
+    """Exact costs by group; knows when the budget is used up, which only costs that are asked for count against.
 
-    def __init__(self, cost: Cost, budget: int, pool: Executor | None = None) -> None:
-        self.cost, self.left, self.pool = cost, budget, pool
-        self.known: dict[tuple[int, ...], float] = {}
-        self.begun: dict[tuple[int, ...], Future[float]] = {}
+    Attributes:
+        coming: Gives the groups that may be asked for next, the likeliest first.
+    """
 
-    def __call__(self, group: tuple[int, ...]) -> float:
+    def __init__(self, costs: Costs, budget: int, at_once: int = 1) -> None:
+        self.costs, self.left, self.at_once = costs, budget, at_once
+        self.known: dict[Members, float] = {}
+        self.ahead: dict[Members, float] = {}  # computed, and not asked for so far
+        self.coming: Callable[[], Iterable[Members]] = tuple
+
+    def __call__(self, group: Members) -> float:
         if group not in self.known:
-            begun = self.begun.pop(group, None)
-            self.known[group] = self.cost(group) if begun is None else begun.result()
+            if group not in self.ahead:
+                self._compute(group)
+            self.known[group] = self.ahead.pop(group)
             self.left -= 1
         return self.known[group]
 
-    def prepare(self, groups: Iterable[tuple[int, ...]]) -> None:
-        """Begin to compute the costs of these groups, and none of those begun before that have to wait."""
-        if self.pool is None:
-            return
-        wanted = [group for group in dict.fromkeys(groups) if group not in self.known]
-        for group in set(self.begun).difference(wanted):
-            if self.begun[group].cancel():
-                del self.begun[group]
-        for group in wanted:
-            if group not in self.begun:
-                self.begun[group] = self.pool.submit(self.cost, group)
-
-    def close(self) -> None:
-        """Cancel what nobody will ask for."""
-        self.prepare(())
+    def _compute(self, group: Members) -> None:
+        """The cost of this group, and of as many that may be asked for next as are computed together."""
+        batch, most = {group: None}, min(self.at_once, self.left)
+        for other in self.coming() if most > 1 else ():
+            if len(batch) == most:
+                break
+            if other not in self.known and other not in self.ahead:
+                batch[other] = None
+        self.ahead |= zip(batch, self.costs(list(batch)), strict=True)
 
     def total(self, partition: Grouping) -> float:
         return sum(self(group) for group in partition)
@@ -174,12 +174,19 @@ def _descend(pairs: np.ndarray, labels: np.ndarray) -> list[list[int]]:
         labels[a], labels[b] = labels[b], labels[a]
 
 
-def _swapped(
-    partition: Grouping, labels: np.ndarray, h: int, k: int
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _swapped(partition: Grouping, labels: np.ndarray, h: int, k: int) -> tuple[Members, Members]:
     """The groups of two heads after they have changed places."""
     a, b = partition[labels[h]], partition[labels[k]]
     return tuple(sorted({*a, k} - {h})), tuple(sorted({*b, h} - {k}))
+
+
+def _asked_for(
+    partition: Grouping, labels: np.ndarray, swaps: Sequence[tuple[int, int]], begin: int
+) -> Iterator[Members]:
+    """The groups whose costs a walk over `swaps` from `begin` on asks for, if none of them is made."""
+    yield from partition
+    for number in range(begin, len(swaps)):
+        yield from _swapped(partition, labels, *swaps[number])
 
 
 def _refine(pairs: np.ndarray, memo: _Memo, partition: Grouping) -> Grouping:
@@ -188,7 +195,6 @@ def _refine(pairs: np.ndarray, memo: _Memo, partition: Grouping) -> Grouping:
     while moved and memo.left > 0:
         moved = False
         labels = _labels(partition, len(pairs))
-        memo.prepare(partition)
         change = _swap_gains(pairs, labels)
         order = np.argsort(change, axis=None, kind="stable")
         swaps = [divmod(int(flat), len(pairs)) for flat in order[: np.isfinite(change).sum()]]
@@ -196,9 +202,7 @@ def _refine(pairs: np.ndarray, memo: _Memo, partition: Grouping) -> Grouping:
         for number, (h, k) in enumerate(swaps):
             if memo.left <= 0:
                 break
-            if number % (AHEAD // 4) == 0:
-                coming = swaps[number : number + AHEAD // 2]
-                memo.prepare(group for swap in coming for group in _swapped(partition, labels, *swap))
+            memo.coming = partial(_asked_for, partition, labels, swaps, number)
             a, b = partition[labels[h]], partition[labels[k]]
             new_a, new_b = _swapped(partition, labels, h, k)
             if memo(new_a) + memo(new_b) < memo(a) + memo(b) - 1e-12:

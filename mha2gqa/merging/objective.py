@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..heads import AttentionWeights, Grouping
 from .base import MergeContext
-from .subspace import SubspaceObjective, costs_only
+from .subspace import Each, SubspaceObjective, costs_only, one_by_one
 
 Symmetries = Literal["full", "orthogonal"]  # orthogonal: rotations only, unweighted (the Procrustes baseline)
 
@@ -54,10 +54,14 @@ class MergeObjective:
         keys = sum(part.objective.energy for part in self.keys)
         object.__setattr__(self, "totals", (keys or 1.0, self.values.energy or 1.0))
 
-    def pairs(self) -> Tensor:
-        """`[K, K]` cost of pairs: share of the key energy plus share of the value energy lost."""
-        keys = torch.stack([part.objective.pairs() for part in self.keys]).sum(0)
-        return keys / self.totals[0] + self.values.pairs() / self.totals[1]
+    def pairs(self, each: Each = one_by_one) -> Tensor:
+        """`[K, K]` cost of pairs: share of the key energy plus share of the value energy lost.
+
+        Args:
+            each: Who computes the costs where every pair is a problem of its own.
+        """
+        keys = torch.stack([part.objective.pairs(each) for part in self.keys]).sum(0)
+        return keys / self.totals[0] + self.values.pairs(each) / self.totals[1]
 
     def cost(self, group: Sequence[int]) -> float:
         """The same for one group of any size, exactly."""

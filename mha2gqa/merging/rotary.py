@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .subspace import Group, Shared, ratio, select, spectra
+from .subspace import Each, Group, Shared, one_by_one, ratio, select, spectra
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class RotaryObjective(_KeyPlanes):
 
     channels: int = 1
 
-    def pairs(self) -> Tensor:
+    def pairs(self, each: Each = one_by_one) -> Tensor:
         diagonal = torch.diagonal(self.gram, dim1=1, dim2=2).real
         mean = (diagonal[:, :, None] + diagonal[:, None, :]) / 2
         spread = (diagonal[:, :, None] - diagonal[:, None, :]) / 2
@@ -92,7 +92,7 @@ class UnitRotaryObjective(_KeyPlanes):
     rotatable: Tensor
     single: bool = False
 
-    def pairs(self) -> Tensor:
+    def pairs(self, each: Each = one_by_one) -> Tensor:
         diagonal = torch.diagonal(self.gram, dim1=1, dim2=2).real  # ω_h |κ_h|²
         root = self.weights.T.sqrt()
         a, b = root[:, :, None], root[:, None, :]

@@ -12,20 +12,25 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-T = TypeVar("T")
-R = TypeVar("R")
 Group = Sequence[int]
+Each = Callable[
+    [Callable[[Any], float], Sequence[Any]], Sequence[float]
+]  # a figure of every item, in their order
 SWEEPS = 30  # of Procrustes rotations, at most
 SMALL = 256  # up to this width a processor solves eigenproblems faster than a GPU
 SETTLED = 1e-5  # a sweep that gains less of the heads' energy is the last
+
+
+def one_by_one(call: Callable[[Any], Any], items: Sequence[Any]) -> Sequence[Any]:
+    """What `call` says of every item, computed here and now."""
+    return [call(item) for item in items]
 
 
 class Shared(NamedTuple):
@@ -50,8 +55,12 @@ class SubspaceObjective(Protocol):
     def energy(self) -> float:
         """Total energy of all heads: what a cost is a part of."""
 
-    def pairs(self) -> Tensor:
-        """`[K, K]` cost of each pair sharing one head; zero diagonal."""
+    def pairs(self, each: Each = one_by_one) -> Tensor:
+        """`[K, K]` cost of each pair sharing one head; zero diagonal.
+
+        Args:
+            each: Who computes the costs where every pair is a problem of its own.
+        """
 
     def cost(self, group: Group) -> float:
         """Energy that one shared head cannot express for `group`."""
@@ -70,18 +79,6 @@ def costs_only(objective: SubspaceObjective) -> SubspaceObjective:
     return light
 
 
-def on_threads(call: Callable[[T], R], items: Iterable[T]) -> list[R]:
-    """What `call` makes of every item, in order: on as many threads as torch has here, each with one of its own."""
-    own = torch.get_num_threads()
-    if own == 1:
-        return list(map(call, items))
-    try:
-        with ThreadPoolExecutor(own, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            return list(pool.map(call, items))
-    finally:
-        torch.set_num_threads(own)
-
-
 def select(gram: Tensor, group: Group) -> Tensor:
     """Rows and columns of `group` in the last two axes of a Gram `[…, K, K]`."""
     index = torch.as_tensor(list(group), device=gram.device)
@@ -92,7 +89,7 @@ def _block(gram: Tensor, group: Group) -> Tensor:
     """`[K, R, K, R]` Gram of heads -> the group's `[m R, m R]` matrix."""
     index = torch.as_tensor(list(group), device=gram.device)
     size = len(index) * gram.shape[1]
-    return gram[index][:, :, index].reshape(size, size)
+    return gram[index[:, None], :, index].transpose(1, 2).reshape(size, size)  # [m, m, R, R] -> [m, R, m, R]
 
 
 def _head_gram(rows: Tensor, moment: Tensor) -> Tensor:
@@ -143,18 +140,17 @@ class LinearObjective:
     def energy(self) -> float:
         return float(torch.einsum("hrhr->", self.gram))
 
-    def pairs(self) -> Tensor:
-        heads = len(self.gram)
-        out = self.gram.new_zeros(heads, heads)
-        for h, costs in enumerate(on_threads(self._costs_with_later, range(heads - 1))):
-            out[h, h + 1 :] = costs
-        return out + out.T
-
-    def _costs_with_later(self, h: int) -> Tensor:
-        """Costs of sharing with each head after `h`."""
+    def pairs(self, each: Each = one_by_one) -> Tensor:
         heads, width = self.gram.shape[:2]
-        stack = torch.stack([_block(self.gram, (h, g)) for g in range(h + 1, heads)])
-        return torch.linalg.eigvalsh(stack)[:, :width].clamp_min(0).sum(1)
+        pairs = [(h, g) for h in range(heads) for g in range(h + 1, heads)]
+
+        def lost(pair: Group) -> float:
+            return float(torch.linalg.eigvalsh(_block(self.gram, pair))[:width].clamp_min(0).sum())
+
+        first, second = torch.triu_indices(heads, heads, 1)
+        out = self.gram.new_zeros(heads, heads)
+        out[first, second] = torch.tensor(each(lost, pairs), dtype=out.dtype, device=out.device)
+        return out + out.T
 
     def cost(self, group: Group) -> float:
         spectrum = torch.linalg.eigvalsh(_block(self.gram, group))
@@ -235,7 +231,7 @@ class OrthogonalObjective:
         turn = turn[0].T @ turn  # the first member stays as it is
         return turn.to(self.gram.device), own, mean
 
-    def pairs(self) -> Tensor:
+    def pairs(self, each: Each = one_by_one) -> Tensor:
         heads = self.gram.shape[0]
         own = torch.einsum("hihi->h", self.gram)
         a, b = torch.triu_indices(heads, heads, 1, device=own.device)
@@ -279,7 +275,7 @@ class MeanObjective:
     def energy(self) -> float:
         return float(self.gram.trace())
 
-    def pairs(self) -> Tensor:
+    def pairs(self, each: Each = one_by_one) -> Tensor:
         own = self.gram.diagonal()
         return ((own[:, None] + own[None, :]) / 2 - self.gram).clamp_min(0).fill_diagonal_(0)
 

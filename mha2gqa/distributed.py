@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -93,6 +93,23 @@ def all_reduce_(tensor: Tensor) -> Tensor:
 
         torch.distributed.all_reduce(tensor)
     return tensor
+
+
+def begin_all_reduce(tensor: Tensor) -> Callable[[], object]:
+    """`all_reduce_` while this process goes on with other work, which must not touch the tensor.
+
+    Args:
+        tensor: Of the same shape and dtype in every process, which begin their sums in one order.
+
+    Returns:
+        To be called before the tensor is read: the sum is there afterwards.
+    """
+    if not is_initialized():
+        return lambda: None
+    import torch
+
+    wait: Callable[[], object] = torch.distributed.all_reduce(tensor, async_op=True).wait
+    return wait
 
 
 @contextmanager

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import distributed
 
@@ -34,6 +35,34 @@ class Ranks:
     def sum(self, x: Tensor) -> Tensor:
         """The sum over all ranks, in place."""
         return distributed.all_reduce_(x) if self.count > 1 else x
+
+    @contextmanager
+    def mean_gradients(self, parameters: Sequence[nn.Parameter]) -> Iterator[Callable[[], None]]:
+        """While open, each gradient is summed over the ranks as soon as a backward pass has it.
+
+        Yields:
+            To be called after each backward pass: takes the means of the sums.
+        """
+        begun: list[Callable[[], object]] = []
+
+        def begin(p: Tensor) -> None:
+            assert p.grad is not None
+            begun.append(distributed.begin_all_reduce(p.grad))
+
+        def finish() -> None:
+            assert len(begun) == len(hooks), "a parameter has no gradient, or has two"
+            while begun:
+                begun.pop(0)()
+            for p in parameters if hooks else ():
+                assert p.grad is not None
+                p.grad.div_(self.count)
+
+        hooks = [p.register_post_accumulate_grad_hook(begin) for p in parameters if self.count > 1]
+        try:
+            yield finish
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def share(self, x: Tensor) -> Tensor:
         """This rank's rows of a tensor."""

@@ -137,11 +137,10 @@ def regress(
         with autocast(target):
             out = train.output(module, inputs, index)
         train.loss(out, target, index).backward()
-        for p in parameters if ranks.count > 1 else ():
-            assert p.grad is not None
-            ranks.sum(p.grad).div_(ranks.count)
+        mean()
 
-    return minimise(parameters, backward, lambda: relative_error(module, validation, ranks), config)
+    with ranks.mean_gradients(parameters) as mean:
+        return minimise(parameters, backward, lambda: relative_error(module, validation, ranks), config)
 
 
 def minimise(

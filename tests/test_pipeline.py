@@ -23,7 +23,8 @@ from mha2gqa.checkpoints.reader import open_checkpoint
 from mha2gqa.commands import demo as demo_module
 from mha2gqa.commands.builtin import resolve_data, resolve_model
 from mha2gqa.commands.describe import describe
-from mha2gqa.commands.estimate import parallel_warnings, plan, suggested
+from mha2gqa.commands.estimate import plan, suggested
+from mha2gqa.commands.estimate_warnings import parallel_warnings
 from mha2gqa.commands.push import push
 from mha2gqa.commands.run_recipe import run
 from mha2gqa.commands.stages import StageRecords

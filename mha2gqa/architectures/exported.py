@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .spec import AttentionSpec, PerHeadParameter, Variant
+from .spec import AttentionSpec, PerHeadParameter, Rule, Variant, clipped
 
 
 def _both_kinds(heads_key: str, head_dim_key: str = "head_dim") -> tuple[Variant, ...]:
@@ -132,3 +132,6 @@ EXPORTED: dict[str, AttentionSpec] = {
     **STOCK,
     **{f"gqa_{model_type}": spec for model_type, spec in STOCK.items()},
 }
+RULES: dict[str, tuple[Rule, ...]] = dict.fromkeys(
+    ("mpt", "gqa_mpt"), (clipped("attn_config.clip_qkv", MPT),)
+)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..errors import CheckpointError, UnsupportedModelError
-from . import table, wrappers
+from . import exported, table, wrappers
 from .arch_conversions import ARCH_CONVERSIONS
 from .exported import EXPORTED
 from .flags import falcon, gpt_bigcode
@@ -17,7 +17,7 @@ from .table import DECODERS
 from .wrappers import ENCODER_DECODERS, FLAT, TEXT_PARTS, TEXT_PREFIXES, WRAPPERS
 
 BY_FLAGS = {"falcon": falcon, "gpt_bigcode": gpt_bigcode}
-RULES = {**table.RULES, **wrappers.RULES}
+RULES = {**table.RULES, **exported.RULES, **wrappers.RULES}
 SUPPORTED: dict[str, AttentionSpec] = {**EXPORTED, **DECODERS, **TEXT_PARTS, **ENCODER_DECODERS, **FLAT}
 
 SUPPORTED_TYPES = SUPPORTED.keys() | BY_FLAGS.keys() | WRAPPERS.keys()

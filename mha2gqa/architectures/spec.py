@@ -117,6 +117,8 @@ class AttentionSpec:
             the norms in `qk_norm` are equal within the plane, `phases` unit scalars under a full-width
             norm, `linear` any invertible map, `none`.
         value_symmetry: What may be done to values and undone in the output projection.
+        clip_key: Config key of a bound on the entries of queries, keys and values, where one is set.
+        unclipped: Key and value symmetry of modules whose entries stay within that bound.
         permutable: Whether heads may be re-ordered: per layer, in all layers alike, or never.
         permutable_cross: The same of cross-attention, where it differs from self-attention.
         heads_key, kv_heads_keys, head_dim_key, layers_key: Config keys; every one of `kv_heads_keys`
@@ -153,6 +155,8 @@ class AttentionSpec:
     rotary_default: float = 1.0
     key_symmetry: KeySymmetry = "planes"
     value_symmetry: ValueSymmetry = "linear"
+    clip_key: str = ""
+    unclipped: tuple[KeySymmetry, ValueSymmetry] = ("none", "none")
     permutable: Permutable = "layer"
     permutable_cross: Permutable | None = None
     heads_key: str = "num_attention_heads"
@@ -183,6 +187,20 @@ class AttentionSpec:
         """Whether the heads of one kind of attention may be re-ordered."""
         return self.permutable_cross if kind == "cross" and self.permutable_cross else self.permutable
 
+    def within_bound(self, keys: bool, values: bool) -> AttentionSpec:
+        """The spec of a module where the bound of `clip_key` is known not to act.
+
+        Args:
+            keys: It never acts on queries and keys.
+            values: It never acts on values.
+        """
+        key_symmetry, value_symmetry = self.unclipped
+        return replace(
+            self,
+            key_symmetry=key_symmetry if keys else self.key_symmetry,
+            value_symmetry=value_symmetry if values else self.value_symmetry,
+        )
+
     def in_memory(self) -> AttentionSpec:
         """The spec for a state dict of the live model."""
         if self.memory is None:
@@ -200,6 +218,17 @@ class AttentionSpec:
         if groups == num_heads:
             return None
         return self.mqa if groups == 1 else self.gqa
+
+
+def clipped(key: str, spec: AttentionSpec) -> Rule:
+    """The rule of an architecture that bounds the entries of q, k and v: no symmetry where the bound acts.
+
+    Args:
+        key: Config key of the bound.
+        spec: The architecture without it.
+    """
+    change = {"clip_key": key, "unclipped": (spec.key_symmetry, spec.value_symmetry)}
+    return Rule(key, change=change | {"key_symmetry": "none", "value_symmetry": "none"})
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .spec import AttentionSpec, PerHeadParameter, Rule, Variant
+from .spec import AttentionSpec, PerHeadParameter, Rule, Variant, clipped
 
 # --- shapes that many entries share ----------------------------------------------------------------------
 
@@ -268,14 +268,14 @@ _NOT_SHARED = Rule(  # the values pass a norm without weights
 _KEYS_AS_VALUES = Rule(
     "attention_k_eq_v", None, {"keys_as_values": True, "key_symmetry": "none", "value_symmetry": "none"}
 )
-_CLIPPED = Rule("clip_qkv", change={"key_symmetry": "none", "value_symmetry": "none"})
 
 RULES: dict[str, tuple[Rule, ...]] = {
-    **dict.fromkeys(("olmo", "olmoe"), (_CLIPPED,)),
+    "olmo": (clipped("clip_qkv", LLAMA),),
+    "olmoe": (clipped("clip_qkv", FULL_NORM),),
     **dict.fromkeys(
         ("cohere",), (Rule("use_qk_norm", change={"per_head": _LAYERNORM_PER_HEAD, "key_symmetry": "none"}),)
     ),
-    "dbrx": (replace(_CLIPPED, key="attn_config.clip_qkv"),),
+    "dbrx": (clipped("attn_config.clip_qkv", LLAMA),),
     "gemma3n_text": (_NOT_SHARED,),
     **dict.fromkeys(
         ("gemma4_text", "gemma4_unified_text"),

@@ -6,6 +6,7 @@ x̃_h = Σ_t a_h,t x̂_t, summed over heads without forming it per head (Σ_h (P
 and E[q qᵀ] of the queries as attention uses them.
 """
 
+from .clipping import clip_bound, find_clip
 from .collect import (
     Batch,
     Progress,
@@ -31,8 +32,10 @@ __all__ = [
     "attention_instances",
     "batches",
     "check_finite_moments",
+    "clip_bound",
     "collect",
     "data_digest",
+    "find_clip",
     "fingerprint",
     "load_statistics",
     "mark_padding",

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..architectures import AttentionModule, AttentionSpec, find_attention_modules
 from ..errors import CheckpointError, DataError, UnsupportedModelError
+from .clipping import find_clip
 from .hooks import mark_padding, observing
 from .second_moments import Statistics, fingerprint, module_key
 
@@ -112,7 +113,7 @@ def collect(
     modules = find_attention_modules(spec, model.state_dict().keys())
     instances = attention_instances(model, modules)
     size = batch_size or moment_rows(model, rows.shape[1])
-    with observing(model, instances) as found:
+    with observing(model, instances, find_clip(model, spec, modules)) as found:
         for done, batch in enumerate(batches(inputs, size), 1):
             mark_padding(found, batch)
             run(model, batch)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..checkpoints.loading import quiet
 from ..errors import CheckpointError
+from .clipping import PARTS, Clip
 from .second_moments import SecondMoments
 
 IMPLEMENTATION = "mha2gqa_observed"  # the name our attention function is registered under
@@ -65,6 +66,7 @@ class Accumulator:
         self.received: Tensor | None = None  # [B, S] attention received in it
         self.padding = Padding()  # of the batch that is running
         self.keys: Tensor | None = None  # [B, S] which of `current` are real; None for all
+        self.clipped: Tensor | None = None  # [3, 2] of q, k, v: entries beyond the model's bound, and all
 
     def see(self, states: Tensor, cross: bool) -> None:
         """Inputs of keys and values, `[B, S, D]`."""
@@ -116,13 +118,22 @@ class Accumulator:
         self.tokens += len(flat) if self.keys is None else int(self.keys.sum())
         self.current = self.received = self.keys = None
 
+    def count(self, part: int, beyond: Tensor, width: int) -> None:
+        """Entries beyond the bound of `clip_qkv` at each position, `[B, T]`, of `width` that each has."""
+        real = _fitting(self.padding.decoder, beyond)
+        if self.clipped is None:
+            self.clipped = torch.zeros(len(PARTS), 2, dtype=torch.int64, device=beyond.device)
+        positions = beyond.numel() if real is None else int(real.sum())
+        self.clipped[part, 0] += (beyond if real is None else beyond * real.long()).sum()
+        self.clipped[part, 1] += positions * width
+
     def pool(self, all_reduce: Callable[[Tensor], Tensor]) -> None:
         """Add up the sums of all processes.
 
         Args:
             all_reduce: Sums a tensor over the processes, in place.
         """
-        for x in (self.inputs, self.mixed, self.queries):
+        for x in (self.inputs, self.mixed, self.queries, self.clipped):
             if x is not None:
                 all_reduce(x)
         if self.inputs is not None:
@@ -141,8 +152,14 @@ class Accumulator:
 
         inputs = mean(self.inputs, self.tokens)
         assert inputs is not None
+        clipped = None if self.clipped is None else self.clipped.cpu()
         return SecondMoments(
-            inputs, mean(self.mixed, self.read), mean(self.queries, self.read), self.tokens, self.cross
+            inputs,
+            mean(self.mixed, self.read),
+            mean(self.queries, self.read),
+            self.tokens,
+            self.cross,
+            clipped,
         )
 
 
@@ -159,11 +176,18 @@ def _key_states(
 
 
 @contextlib.contextmanager
-def observing(model: Any, modules: Mapping[str, torch.nn.Module]) -> Iterator[dict[str, Accumulator]]:
+def observing(
+    model: Any, modules: Mapping[str, torch.nn.Module], clip: Clip | None = None
+) -> Iterator[dict[str, Accumulator]]:
     """While open, every forward pass of `model` adds to the accumulators, one per module.
 
     The model's attention runs through its own eager function (soft caps, sinks and position biases
     included), in float32, and is put back afterwards.
+
+    Args:
+        model: The model.
+        modules: Path -> attention module.
+        clip: Where the model bounds the entries of q, k and v: how often that acts is counted.
     """
     from transformers import AttentionInterface, PreTrainedModel
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
@@ -198,6 +222,15 @@ def observing(model: Any, modules: Mapping[str, torch.nn.Module]) -> Iterator[di
 
     AttentionInterface.register(IMPLEMENTATION, attention)
     AttentionMaskInterface.register(IMPLEMENTATION, ALL_MASK_ATTENTION_FUNCTIONS["eager"])
+
+    def counted(path: str, name: str) -> Callable[..., None]:
+        def hook(module: torch.nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+            assert clip is not None
+            for part, beyond, width in clip.counts(path, name, output):
+                found[path].count(part, beyond, width)
+
+        return hook
+
     inner = [m.config for m in model.modules() if isinstance(m, PreTrainedModel)]
     own = [config._attn_implementation for config in inner]
     hooks = []
@@ -207,6 +240,8 @@ def observing(model: Any, modules: Mapping[str, torch.nn.Module]) -> Iterator[di
         for path, module in modules.items():
             hooks.append(module.register_forward_pre_hook(before(found[path]), with_kwargs=True))
             hooks.append(module.register_forward_hook(after))
+            for name in clip.outputs[path] if clip is not None else ():
+                hooks.append(module.get_submodule(name).register_forward_hook(counted(path, name)))
         yield found
     finally:
         for hook in hooks:

@@ -16,6 +16,7 @@ from ..architectures import AttentionModule
 from ..errors import UsageError
 
 FIELDS = ("inputs", "mixed", "queries")
+CLIPPED = "clipped"
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,8 @@ class SecondMoments:
             energies); None where not observed.
         tokens: How many tokens were seen.
         cross: Keys and values come from another sequence than queries.
+        clipped: `[3, 2]` of q, k and v: entries beyond the model's bound (`clip_qkv`), and all entries; None where it has
+            none, or they were not counted.
     """
 
     inputs: Tensor
@@ -38,6 +41,15 @@ class SecondMoments:
     queries: Tensor | None
     tokens: int
     cross: bool = False
+    clipped: Tensor | None = None
+
+    @property
+    def clip_shares(self) -> tuple[float, float, float] | None:
+        """Share of the entries of q, k and v beyond the model's bound; None where they were not counted."""
+        if self.clipped is None:
+            return None
+        q, k, v = (beyond / max(1, count) for beyond, count in self.clipped.tolist())
+        return q, k, v
 
     def tensors(self, key: str) -> dict[str, Tensor]:
         """These moments as named tensors of a file (symmetric matrices as triangles).
@@ -47,6 +59,7 @@ class SecondMoments:
         """
         found = {name: getattr(self, name) for name in FIELDS}
         packed = {f"{key}.{name}": _packed(x.cpu()) for name, x in found.items() if x is not None}
+        packed |= {} if self.clipped is None else {f"{key}.{CLIPPED}": self.clipped}
         return packed | {f"{key}.tokens": torch.tensor([self.tokens, int(self.cross)])}
 
     @classmethod
@@ -57,7 +70,8 @@ class SecondMoments:
         for key in keys:
             found = {n: _unpacked(tensors[f"{key}.{n}"]) for n in FIELDS if f"{key}.{n}" in tensors}
             tokens, cross = tensors[f"{key}.tokens"].tolist()
-            out[key] = cls(found["inputs"], found.get("mixed"), found.get("queries"), tokens, bool(cross))
+            known = (found["inputs"], found.get("mixed"), found.get("queries"))
+            out[key] = cls(*known, tokens, bool(cross), tensors.get(f"{key}.{CLIPPED}"))
         return out
 
     @property
@@ -108,6 +122,8 @@ class Statistics:
                 x = getattr(module, name)
                 if x is not None:
                     tensors[f"{key}.{name}"] = _packed(x.cpu())
+            if module.clipped is not None:
+                tensors[f"{key}.{CLIPPED}"] = module.clipped
         path, partial = Path(path), writable(path)
         metadata = {"mha2gqa": json.dumps({"schema_version": 1, "about": self.about, "sites": flags})}
         try:
@@ -160,8 +176,14 @@ def load_statistics(path: str | Path) -> Statistics:
             for key, flags in head["sites"].items():
                 names = {f"{key}.{name}" for name in ("inputs", "mixed", "queries")} & set(file.keys())
                 found = {name.rsplit(".", 1)[1]: _unpacked(file.get_tensor(name)) for name in names}
+                counts = f"{key}.{CLIPPED}"
                 modules[key] = SecondMoments(
-                    found["inputs"], found.get("mixed"), found.get("queries"), flags["tokens"], flags["cross"]
+                    found["inputs"],
+                    found.get("mixed"),
+                    found.get("queries"),
+                    flags["tokens"],
+                    flags["cross"],
+                    _counts(file.get_tensor(counts)) if counts in file.keys() else None,  # noqa: SIM118
                 )
     except (
         OSError, SafetensorError, KeyError, ValueError, TypeError, AttributeError, IndexError, RecursionError
@@ -184,6 +206,17 @@ def _about(about: Any) -> dict[str, Any]:
     if not isinstance(notes, list) or not all(isinstance(note, str) for note in notes):
         raise TypeError("no usable description of its text")
     return dict(about)
+
+
+def _counts(x: Tensor) -> Tensor:
+    """Counts of a file, as they must be.
+
+    Raises:
+        ValueError: Of another shape.
+    """
+    if x.shape != (3, 2):
+        raise ValueError(f"counts of shape {tuple(x.shape)}")
+    return x
 
 
 def _packed(x: Tensor) -> Tensor:

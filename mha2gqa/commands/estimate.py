@@ -19,7 +19,7 @@ from ..conversion.plan import Plan, plan_conversion, plan_modules
 from ..conversion.result_tensors import result_shapes, result_tensors
 from ..data.pairs import trained_on
 from ..data.spans import ENCODER_TOKENS
-from ..errors import UsageError, listed
+from ..errors import UsageError
 from ..kv_cache import (
     decode_step_bytes,
     kv_bytes,
@@ -31,6 +31,13 @@ from ..results import Result
 from ..verification.preflight import check_early, demand, settled, unchecked
 from .calibration_price import calibration_price
 from .describe import Description, describe
+from .estimate_warnings import (
+    budget_warnings,
+    clip_warnings,
+    context_warnings,
+    fit_warnings,
+    parallel_warnings,
+)
 from .estimate_wide import Form, wide_figures, wide_parallel_warnings
 from .training_price import training_price
 
@@ -189,9 +196,10 @@ def plan(
             *(model.found.notes if model.found else ()),
             *chosen.warnings,
             *not_checked,
-            *_beyond(context, reach),
-            *_too_large(price, gpu_memory),
-            *_unpriced(training, uptrain_tokens),
+            *context_warnings(context, reach),
+            *fit_warnings(price, gpu_memory),
+            *budget_warnings(training, uptrain_tokens),
+            *clip_warnings(chosen),
             *(
                 wide_parallel_warnings(wanted, wide, tp)
                 or parallel_warnings(wanted // wide, num_heads, tp, possible)
@@ -238,13 +246,6 @@ def _merging(config: Mapping[str, Any]) -> str:
     return _CALIBRATION[trained_on(config)]
 
 
-def _beyond(context: int, reach: int | None) -> list[str]:
-    """What to know where the cache is asked for more tokens than the model takes."""
-    if reach is None or context <= reach:
-        return []
-    return [f"--context {context:,} is longer than the {reach:,} tokens the model was built for"]
-
-
 def _attention(model: Description) -> tuple[AttentionSpec, list[Geometry]]:
     """The model's entry in the table and its attention modules."""
     spec = find_spec(model.config)
@@ -256,31 +257,6 @@ def suggested(possible: list[int], before: int, tp: int) -> int:
     even = [g for g in possible if g % tp == 0] or possible
     target = max(before / 4, tp)
     return min(even, key=lambda g: (abs(math.log(g / target)), -g))
-
-
-def parallel_warnings(groups: int, num_heads: int, tp: int, possible: Sequence[int]) -> list[str]:
-    """What tensor parallelism makes of G KV heads on `tp` ranks, and which numbers can be shared out evenly.
-
-    Args:
-        groups: KV heads G of the result.
-        num_heads: Query heads H.
-        tp: Tensor-parallel ranks.
-        possible: Every G that the model can have.
-    """
-    if tp <= 1:
-        return []
-    if num_heads % tp:
-        ranks = [str(n) for n in range(2, num_heads + 1) if num_heads % n == 0]
-        return [f"{num_heads} query heads cannot be split over --tp {tp} ranks; {listed(ranks, 12)} can"]
-    even = [str(g) for g in possible if g % tp == 0]
-    if groups < tp:
-        copies = f"{tp // groups} times" if tp % groups == 0 else "more than once"
-        same = f": G = {tp} costs the same cache per rank" if str(tp) in even else ""
-        return [f"--tp {tp} stores each of {groups} KV heads {copies}{same}"]
-    if groups % tp:
-        choice = f"choose G = {listed(even, 12)}" if even else "no G of this model can be"
-        return [f"{groups} KV heads cannot be split evenly over --tp {tp} ranks: {choice}"]
-    return []
 
 
 def _check_early(
@@ -371,26 +347,3 @@ def _calibration(
         tokens=tokens,
         itemsize=itemsize,
     )
-
-
-def _unpriced(training: Mapping[str, Any], tokens: int) -> list[str]:
-    """What to know where a budget of uptraining is asked for that has no price."""
-    if not training["unpriced"] or tokens == PlanConfig.uptrain_tokens:
-        return []
-    return [
-        f"--uptrain-tokens {tokens:,} is left alone: the speed of uptraining an encoder-decoder is not known"
-    ]
-
-
-def _too_large(price: Mapping[str, Any], gpu_memory: float) -> list[str]:
-    """What to do where a device does not hold the fits of a layer."""
-    if not price or price["regression"]["fits"]:
-        return []
-    need = price["regression"]["device_bytes"]
-    other = (
-        "--no-reconstruct fits" if price["closed_form"]["fits"] else "--no-reconstruct does not fit either"
-    )
-    return [
-        f"fitting a layer needs about {need / 1e9:.0f} GB of the {gpu_memory / 1e9:.0f} GB of a device: give a smaller "
-        f"--fit batch_tokens, or more processes; {other}"
-    ]

@@ -49,6 +49,7 @@ from .result_tensors import result_tensors
 from .untie import untied
 from .warnings import (
     broken_warnings,
+    clip_warnings,
     data_free_warnings,
     dropped_warnings,
     loss_warnings,
@@ -344,6 +345,7 @@ def _result(job: _Job, calibrated: Calibrated, checks: list[Check], odd: Sequenc
             *calibrated.warnings,
             *loss_warnings(calibrated.about.get("losses", {}), vocabulary_size(plan.config)),
             *(data_free_warnings(plan) if not calibrated.about else []),
+            *clip_warnings(plan, converters),
             *merging_notes(converters),
             *pooling_warnings(converters),
         ],

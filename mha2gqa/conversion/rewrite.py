@@ -27,10 +27,13 @@ def merge_context(
 ) -> MergeContext:
     """What a merging method may know of one module, beside its weights."""
     norms = (f"{norm}.weight" for norm in plan.spec.qk_norm)
+    moments = None if statistics is None else statistics.of(module.module)
+    shares = None if moments is None else moments.clip_shares
+    spec = plan.spec if shares is None else plan.spec.within_bound(not any(shares[:2]), not shares[2])
     return MergeContext(
-        plan.spec,
+        spec,
         rotary_dim(plan.spec, plan.config, module.geometry.head_dim, module.module.layer),
-        None if statistics is None else statistics.of(module.module),
+        moments,
         module_seed(plan, module),
         tuple(tensors[role] for role in norms if role in tensors),
         module.wide,
@@ -176,6 +179,9 @@ class ModuleConverter:
         context = merge_context(self.plan, self.module, before, self.statistics)
         after, merged = merge_module(self.plan, self.module, before, context)
         self.report = layer_report(self.plan, self.module, before, merged) | self.fields
+        if self.plan.spec.clip_key and self.plan.method not in POOLING and not self.module.unchanged:
+            moments = context.statistics
+            self.report["clipped"] = clip_report(None if moments is None else moments.clip_shares)
         return {role: after[role] for role in self.shapes}
 
     def _made_elsewhere(self) -> dict[str, Tensor]:
@@ -223,6 +229,11 @@ def layer_report(
         "norm_ratio": {name: round(value, 4) for name, value in ratio.items()},
         "notes": list(merged.notes),
     }
+
+
+def clip_report(shares: tuple[float, float, float] | None) -> dict[str, float | None]:
+    """Share of the entries of q, k and v that the model's bound changes; None where that is not known."""
+    return dict(zip("qkv", shares or (None, None, None), strict=True))
 
 
 def module_converters(

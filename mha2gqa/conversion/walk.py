@@ -19,6 +19,7 @@ from ..calibration import (
     attention_instances,
     check_finite_moments,
     collect,
+    find_clip,
     mark_padding,
     module_key,
     moment_rows,
@@ -80,6 +81,7 @@ class Walk:
         self.inputs, self.validation, self.work, self.config = inputs, validation, work, config
         self.statistics, self.given = statistics, statistics is not None
         self.ranks, self.clock = Ranks.here(), Clock(layers.device)
+        self.clip = find_clip(self.teacher, plan.spec, [m.module for m in plan.modules])
         ordered = sorted(plan.modules, key=lambda m: (m.module.layer, m.module.kind != "self"))
         self.blocks = block_paths(self.teacher, ordered[0].path, ordered[0].module.layer)
         self.of_block = {b: [m.path for m in ordered if m.path.startswith(f"{b}.")] for b in self.blocks}
@@ -225,7 +227,7 @@ class Walk:
             modules = self._modules(block)
             instances = attention_instances(self.teacher, [m.module for m in modules])
             rows = moment_rows(self.teacher, self.inputs.window)
-            with observing(self.teacher, instances) as sums:
+            with observing(self.teacher, instances, self.clip) as sums:
                 for i, batch in enumerate(self.original.batches):
                     mark_padding(sums, batch)
                     count = len(next(iter(batch.values())))

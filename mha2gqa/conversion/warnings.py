@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Any
 
+from ..architectures import AttentionSpec
+from ..calibration import clip_bound
 from ..checkpoints.hf_config import is_encoder_decoder
 from ..data.pairs import SPAN_CORRUPTED, stock_type, trained_on
 from ..errors import listed
@@ -125,6 +128,33 @@ def merging_notes(converters: Sequence[ModuleConverter]) -> list[str]:
     """What merging could not use and why, once for all modules of which it is true."""
     found = Counter(note for r in converters if r.report for note in r.report["notes"])
     return [f"{note} ({count} of {len(converters)} modules)" for note, count in found.items()]
+
+
+def clip_warnings(plan: Plan, converters: Sequence[ModuleConverter]) -> list[str]:
+    """Where the model's bound on q, k and v acted on the calibration text, and what was merged how for that reason."""
+    shares = [r.report["clipped"] for r in converters if r.report and "clipped" in r.report]
+    if not shares:
+        return []
+    name = clip_name(plan.spec, plan.source)
+    if any(share["q"] is None for share in shares):
+        return [
+            f"{name}: how often it changes q, k and v was not counted, and they keep the plain mean in every layer; "
+            "--calibration TEXT counts it"
+        ]
+    bound = [share for share in shares if any(share.values())]
+    if not bound:
+        return [f"{name} never acts on the calibration text: full symmetries in all {len(shares)} layers"]
+    keys, values = sum(bool(s["q"] or s["k"]) for s in bound), sum(bool(s["v"]) for s in bound)
+    most = ", ".join(f"{part} {max(share[part] for share in bound):.2g}" for part in "qkv")
+    return [
+        f"{name} acts on the calibration text in {len(bound)} of {len(shares)} layers (largest shares of entries: {most}): "
+        f"keys of {keys} and values of {values} keep the plain mean, the others have the full symmetries"
+    ]
+
+
+def clip_name(spec: AttentionSpec, config: Mapping[str, Any]) -> str:
+    """The bound on q, k and v as a config says it."""
+    return f"{spec.clip_key.rpartition('.')[2]} {clip_bound(spec, config):g}"
 
 
 def pooling_warnings(converters: Sequence[ModuleConverter]) -> list[str]:

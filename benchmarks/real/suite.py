@@ -129,9 +129,9 @@ def _seq2seq_rows(
     trained = ("--data", data, "--targets", "generate", "--tokens", tokens, "--no-torch-compile", *language)
     joint = ("--method", "joint", *given)
     ways = {
-        "": (),
         " (rate 1e-4)": ("--learning-rate", "1e-4"),
         " (rate 3e-5)": ("--learning-rate", "3e-5"),
+        "": (),
         " (attention)": ("--train", "attention"),
     }
     return [
@@ -247,7 +247,7 @@ class Measured:
                 line |= _copies_found(out, self.case.heads, row.groups)
             line["scores"] = self._scores(out)
         except (OutOfTime, RuntimeError) as error:
-            print(f"{self.name}, {row.name}, G={row.groups}: {error or 'out of time'}", flush=True)
+            print(f"{self.name}, {row.name}, G={row.groups}: {str(error) or 'out of time'}", flush=True)
             return False
         with self.writing:
             self._write(line)

@@ -5,7 +5,8 @@
 
 A Llama of any shape with random bf16 weights is written to disk, `mha2gqa convert` makes its grouped form, and
 `mha2gqa uptrain` distils it from the original for a few steps while it is watched: tokens per second, peak memory of the
-GPU as nvidia-smi shows it. A run that is cut off after some steps still gives a row of those: `finished` says which.
+GPU as nvidia-smi shows it. It is ended after its last step, before it writes tens of gigabytes that nobody reads; with
+`--whole` it is not. A run that is cut off after some steps still gives a row of those: `steps_made` says how many.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from _common import RESULTS, hardware, provenance, write_json
 from calibrate_speed import SHAPES, Watch, stop, write_model, write_text
 
 SPEED = re.compile(r"([\d.,]+)([kM]?) tokens/s")
+STEP = re.compile(r"\bstep (\d+)/(\d+) ")
 
 
 def prepare(args: argparse.Namespace) -> tuple[Path, Path, Path]:
@@ -68,6 +70,23 @@ def speeds(log: Path) -> list[float]:
     return [float(number.replace(",", "")) * scale[unit] for number, unit in found]
 
 
+def steps(log: Path) -> tuple[int, int]:
+    """Steps that the command has logged, and how many it makes; 0 and 0 before the first."""
+    found = STEP.findall(log.read_text(encoding="utf-8", errors="replace"))
+    made, of = found[-1] if found else ("0", "0")
+    return int(made), int(of)
+
+
+def wait(process: subprocess.Popen[str], log: Path, seconds: float, whole: bool) -> None:
+    """Until the process has ended, its time is up or, unless all of it is asked for, its last step is logged."""
+    end = time.monotonic() + seconds
+    while process.poll() is None and time.monotonic() < end:
+        made, of = steps(log)
+        if made and made == of and not whole:
+            return
+        time.sleep(0.5)
+
+
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """One uptraining, watched."""
     teacher, student, text = prepare(args)
@@ -80,9 +99,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         )
         watch = Watch(process.pid)
         try:
-            process.communicate(timeout=args.seconds)
-        except subprocess.TimeoutExpired:
-            pass
+            wait(process, log, args.seconds, args.whole)
         finally:
             stop(process)
             watch.close()
@@ -96,13 +113,14 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "gpu_gib": round(watch.gpu, 2), "gpus_gib": [round(x, 2) for x in watch.gpus],
         "host_anonymous_gib": round(watch.host, 2), "tokens_per_second_log": rates,
         "finished": process.returncode == 0, "exit_code": process.returncode,
+        "steps_made": steps(log)[0], "steps": steps(log)[1],
     }  # fmt: skip
     manifest = out / "mha2gqa.json"
     if process.returncode == 0 and manifest.exists():
         run = json.loads(manifest.read_text(encoding="utf-8"))["uptrain"]
         row |= {"throughput": run["throughput"], "run_seconds": round(run["seconds"], 1)}
         row |= {"losses": run["losses"]["train"]}
-    elif process.returncode:
+    elif process.returncode and row["steps_made"] < max(1, row["steps"]):
         row["last_words"] = [line.rstrip() for line in log.read_text(errors="replace").splitlines()][-5:]
     later = rates[len(rates) // 4 :]  # without the first steps, which choose kernels
     row["tokens_per_second"] = round(statistics.median(later), 1) if later else None
@@ -124,6 +142,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--seconds", type=float, default=300, help="stop after so long")
     parser.add_argument("--name", required=True, help="of the row")
+    parser.add_argument("--whole", action="store_true", help="let it write its result")
     parser.add_argument("--prepare", action="store_true", help="make the models and the text, no more")
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--out", type=Path, default=RESULTS / "uptrain_large.json")

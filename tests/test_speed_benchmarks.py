@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -92,3 +93,17 @@ def test_speeds_are_read_from_what_uptraining_logs(tmp_path: Path) -> None:
         "step 4/8  loss 0.0250  lr 3.57e-04  12,672 tokens/s  0:07 left\n1.28k tokens/s\n"
     )
     assert uptrain_large.speeds(log) == [800.0, 12672.0, 1280.0]
+    assert uptrain_large.steps(log) == (4, 8)
+
+
+def test_an_uptraining_is_ended_after_its_last_step(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("uptrain: starting\nstep 2/4  loss 0.0345\n")
+    sleeps = [sys.executable, "-c", "import time; time.sleep(60)"]
+    with subprocess.Popen(sleeps, text=True, start_new_session=True) as process:
+        uptrain_large.wait(process, log, 0.1, False)  # its time is up
+        log.write_text("step 4/4  loss 0.0250\n")
+        uptrain_large.wait(process, log, 60, False)
+        assert process.poll() is None
+        uptrain_large.stop(process)
+    assert process.returncode and uptrain_large.steps(tmp_path / "log") == (4, 4)

@@ -231,6 +231,8 @@ def main() -> None:
     if not text.exists():
         write_text(text, args.tokens)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    if args.device == "cuda":  # threads are the product's to choose, not the shell's
+        os.environ.pop("OMP_NUM_THREADS", None)
     before, began = args.work / f"{args.name}.seconds", time.monotonic()
     spent = json.loads(before.read_text(encoding="utf-8")) if before.exists() else []
     measured = convert(args, source, text)

@@ -282,10 +282,20 @@ def _kv_heads(text: Mapping[str, Any], values: Any, heads: int) -> int:
 def _encoder_decoder(text: Mapping[str, Any], values: Any) -> tuple[KVLayer, ...]:
     """Self- and cross-attention of every decoder layer (T5, BART, Whisper and their like)."""
     layers = positive(
-        first_value(values, "decoder_layers", "num_decoder_layers", "num_layers"), "decoder layers"
+        first_value(
+            values, "decoder_layers", "num_decoder_layers", "decoder_num_hidden_layers", "num_layers"
+        ),
+        "decoder layers",
     )
     heads = positive(
-        first_value(values, "decoder_attention_heads", "num_heads", "num_attention_heads"), "heads"
+        first_value(
+            values,
+            "decoder_attention_heads",
+            "num_heads",
+            "decoder_num_attention_heads",
+            "num_attention_heads",
+        ),
+        "heads",
     )
     dim = optional(first_value(values, "d_kv", "head_dim"), "d_kv")
     dim = dim or positive(first_value(values, "d_model", "hidden_size"), "d_model") // heads

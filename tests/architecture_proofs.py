@@ -134,7 +134,7 @@ def _turn(x: torch.Tensor | None, matrix: torch.Tensor) -> torch.Tensor | None:
     return None if x is None else torch.einsum("hij,hj...->hi...", matrix, x)
 
 
-def _key_matrix(spec: AttentionSpec, count: int, head_dim: int, rotary: int) -> torch.Tensor:
+def key_matrix(spec: AttentionSpec, count: int, head_dim: int, rotary: int) -> torch.Tensor:
     """A random change of every key head that the spec allows."""
     if spec.key_symmetry == "linear":
         return _well_conditioned(count, head_dim)
@@ -187,7 +187,7 @@ def transformed(config: dict[str, Any], tensors: Tensors, permute: bool = True) 
         count, head_dim, value_dim = weights.num_kv_heads, weights.k.shape[1], weights.v.shape[1]
         if spec.key_symmetry != "none":
             rotary = rotary_dim(spec, config, head_dim, module.layer)
-            matrix = _key_matrix(spec, count, head_dim, rotary)
+            matrix = key_matrix(spec, count, head_dim, rotary)
             inverse = _per_query(torch.linalg.inv(matrix).mT, weights)
             weights = replace(
                 weights,

@@ -24,6 +24,10 @@ BART: dict[str, Any] = IDS | {
     "decoder_start_token_id": 2, "forced_eos_token_id": None, "dropout": 0.0,
 }  # fmt: skip
 WHISPER = BART | {"num_mel_bins": 8, "max_source_positions": 12, "max_target_positions": 64}
+MOONSHINE: dict[str, Any] = IDS | {
+    "hidden_size": 96, "intermediate_size": 48, "encoder_num_hidden_layers": 1, "decoder_num_hidden_layers": 2,
+    "encoder_num_attention_heads": H, "decoder_num_attention_heads": H, "decoder_start_token_id": 2,
+}  # fmt: skip
 GPT2: dict[str, Any] = IDS | {
     "n_embd": 32, "n_layer": 2, "n_head": H, "n_positions": 64,
     "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
@@ -54,6 +58,11 @@ PICOS: dict[str, tuple[str, dict[str, Any]]] = {
     "marian": ("marian", BART),
     "m2m_100": ("m2m_100", BART),
     "whisper": ("whisper", WHISPER),
+    "moonshine": ("moonshine", MOONSHINE),
+    "moonshine-padded": (
+        "moonshine",
+        {**MOONSHINE, "pad_head_dim_to_multiple_of": 8, "attention_bias": True},
+    ),
     "gpt2": ("gpt2", GPT2),
     "opt": ("opt", OPT),
     "opt-350m": ("opt", {**OPT, "do_layer_norm_before": False, "word_embed_proj_dim": 16}),
@@ -102,6 +111,8 @@ def inputs(name: str, rows: int = 3) -> dict[str, Tensor]:
         return {"input_ids": ids(11)}
     if PICOS[name][0] == "whisper":
         return {"input_features": torch.randn(rows, 8, 24, generator=generator), "decoder_input_ids": ids(7)}
+    if PICOS[name][0] == "moonshine":
+        return {"input_values": torch.randn(rows, 3000, generator=generator), "decoder_input_ids": ids(7)}
     return {"input_ids": ids(11), "decoder_input_ids": ids(7)}
 
 

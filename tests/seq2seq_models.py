@@ -51,7 +51,7 @@ def saved(path: Path, model_type: str, extra: list[str] | None = None, **changes
         model_type, pad_token_id=0, eos_token_id=1, bos_token_id=None, decoder_start_token_id=0,
         forced_bos_token_id=None, forced_eos_token_id=None, **changes,
     )  # fmt: skip
-    kind = AutoModelForSpeechSeq2Seq if model_type == "whisper" else AutoModelForSeq2SeqLM
+    kind = AutoModelForSpeechSeq2Seq if model_type in ("whisper", "moonshine") else AutoModelForSeq2SeqLM
     model = kind.from_config(config).eval()
     for parameter in model.parameters():
         if parameter.requires_grad and parameter.dim() > 1:
@@ -76,6 +76,15 @@ def saved_whisper(path: Path, multilingual: bool = False) -> Path:
     (path / "generation_config.json").write_text(json.dumps(settings))
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | {"decoder_start_token_id": 3}))
+    return path
+
+
+def saved_moonshine(path: Path) -> Path:
+    """A pico Moonshine, which hears samples."""
+    from transformers import Wav2Vec2FeatureExtractor
+
+    saved(path, "moonshine", hidden_size=96, intermediate_size=48, max_position_embeddings=64)
+    Wav2Vec2FeatureExtractor(return_attention_mask=True, do_normalize=False).save_pretrained(path)
     return path
 
 

@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from architecture_proofs import key_matrix
 from families import PICOS, H, assert_same, inputs, logits, stock_model
 from test_modeling_oracles import shared_states
 from test_seq2seq import WINDOW, saved_t5
 from torch import Tensor
 
-from mha2gqa.architectures import find_attention_modules, find_spec, geometry
+from mha2gqa.architectures import find_attention_modules, find_spec, geometry, rotary_dim
 from mha2gqa.calibration import collect
 from mha2gqa.checkpoints.loading import load_model, load_tokenizer
 from mha2gqa.checkpoints.reader import open_checkpoint
@@ -26,11 +27,16 @@ from mha2gqa.heads import AttentionWeights, permute_queries, query_order, split,
 from mha2gqa.reconstruct import ReconstructConfig
 
 GROUPS = {"self": 2, "cross": 2}
-FAMILIES = ["t5", "umt5", "bart", "whisper", "gpt2", "opt", "gpt_neo", "biogpt", "bloom", "mpt"]
+FAMILIES = ["t5", "umt5", "bart", "whisper", "moonshine", "gpt2", "opt", "gpt_neo", "biogpt", "bloom", "mpt"]
 
 
-def symmetric_copies(w: AttentionWeights, generator: torch.Generator) -> AttentionWeights:
-    """The same function with every head in a basis of its own: nothing looks alike any more."""
+def symmetric_copies(
+    w: AttentionWeights, generator: torch.Generator, keys: Tensor | None = None
+) -> AttentionWeights:
+    """The same function with every head in a basis of its own: nothing looks alike any more.
+
+    `keys` `[H, d, d]` is what keys are changed by, where positions do not allow any basis.
+    """
     d, e = w.k.shape[1], w.v.shape[1]
 
     def basis(n: int) -> Tensor:
@@ -38,7 +44,7 @@ def symmetric_copies(w: AttentionWeights, generator: torch.Generator) -> Attenti
             0.5 + torch.rand(H, 1, n, generator=generator, dtype=torch.float64)
         )
 
-    a, r = basis(d), basis(e)
+    a, r = basis(d) if keys is None else keys.double(), basis(e)
     inverse = torch.linalg.inv(a).mT
 
     def turn(m: Tensor, x: Tensor | None) -> Tensor | None:
@@ -63,7 +69,9 @@ def shuffled(state: dict[str, Tensor], name: str, order: list[int]) -> dict[str,
         shapes = {n: tuple(x.shape) for n, x in state.items()}
         shape = geometry(spec, config, module, shapes)
         weights = split(spec, shape, {role: state[n] for role, n in module.names.items()})
-        weights = symmetric_copies(weights, generator)
+        rotary = rotary_dim(spec, config, shape.head_dim)
+        keys = key_matrix(spec, H, shape.head_dim, rotary) if rotary else None
+        weights = symmetric_copies(weights, generator, keys)
         if spec.permutable != "never":
             index = torch.tensor(order)
             moved = permute_queries(weights, order)

@@ -20,12 +20,20 @@ from mha2gqa.modeling import (
     modeling_gqa_bart,
     modeling_gqa_gpt2,
     modeling_gqa_gpt_neo,
+    modeling_gqa_moonshine,
     modeling_gqa_t5,
 )
 
 MODULES = {
     f"{m.__name__.rpartition('.')[2]}.py": m
-    for m in (modeling_gqa_alibi, modeling_gqa_bart, modeling_gqa_gpt2, modeling_gqa_gpt_neo, modeling_gqa_t5)
+    for m in (
+        modeling_gqa_alibi,
+        modeling_gqa_bart,
+        modeling_gqa_gpt2,
+        modeling_gqa_gpt_neo,
+        modeling_gqa_moonshine,
+        modeling_gqa_t5,
+    )
 }
 GROUPS = {"self": 2, "cross": 4}  # none equals H / G, and the two differ
 State = dict[str, Tensor]
@@ -55,9 +63,9 @@ def gqa_model(name: str, attention: str, state: State, groups: Mapping[str, int]
     """The exported class with `state` loaded: no tensor may be missing or left over."""
     export = export_of(name)
     module = MODULES[export.file]
-    changes: dict[str, Any] = {**PICOS[name][1], "num_key_value_heads": groups["self"]}
+    changes: dict[str, Any] = {**PICOS[name][1], export.kv_keys[0]: groups["self"]}
     if export.cross:
-        changes["num_cross_key_value_heads"] = groups["cross"]
+        changes[export.kv_keys[1]] = groups["cross"]
     config = getattr(module, export.config)(**changes)
     model = getattr(module, export.model)._from_config(config, attn_implementation=attention).eval()
     model.load_state_dict(state)
@@ -118,7 +126,9 @@ def padded(batch: dict[str, Tensor], left: bool) -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.parametrize(("name", "attention"), [c for c in CASES if c[0] != "whisper"])
+@pytest.mark.parametrize(
+    ("name", "attention"), [c for c in CASES if PICOS[c[0]][0] not in ("whisper", "moonshine")]
+)
 def test_padding_changes_nothing(name: str, attention: str) -> None:
     gqa, _ = pair(name, attention)
     batch = inputs(name)
@@ -169,7 +179,9 @@ def test_the_cache_holds_the_shared_heads_only(name: str) -> None:
         assert [layer.values.shape[1] for layer in layers] == [GROUPS[kind]] * 2
 
 
-@pytest.mark.parametrize("name", ["t5", "umt5", "bart", "whisper", "gpt2", "opt", "bloom", "mpt"])
+@pytest.mark.parametrize(
+    "name", ["t5", "umt5", "bart", "whisper", "moonshine", "gpt2", "opt", "bloom", "mpt"]
+)
 def test_training_reaches_the_shared_projections_and_matches_the_stock_loss(name: str) -> None:
     gqa, stock = pair(name, "eager")
     batch = inputs(name)
@@ -180,7 +192,7 @@ def test_training_reaches_the_shared_projections_and_matches_the_stock_loss(name
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for n, p in gqa.named_parameters() if ".k" in n)
 
 
-@pytest.mark.parametrize("name", ["t5", "umt5", "bart", "whisper", "gpt2", "opt"])
+@pytest.mark.parametrize("name", ["t5", "umt5", "bart", "whisper", "moonshine", "gpt2", "opt"])
 def test_attention_weights_can_be_asked_for(name: str) -> None:
     gqa, stock = pair(name, "eager")
     with torch.no_grad():

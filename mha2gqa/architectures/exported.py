@@ -53,6 +53,19 @@ BART = AttentionSpec(
     variants=_both_kinds("decoder_attention_heads"),
 )
 
+# Rotary pairs lie side by side in self-attention; cross-attention has no positions, and is allowed no more than that.
+MOONSHINE = AttentionSpec(
+    modules=BART.modules,
+    position="interleaved",
+    rotary_default=0.9,
+    heads_key="decoder_num_attention_heads",
+    layers_key="decoder_num_hidden_layers",
+    variants=tuple(
+        Variant("decoder_num_attention_heads", key, kind=kind)
+        for kind, key in (("self", "decoder_num_key_value_heads"), ("cross", "num_cross_key_value_heads"))
+    ),
+)
+
 GPT2 = AttentionSpec(
     modules=(("self", "h.{layer}.attn"),),
     prefixes=("transformer.", ""),
@@ -121,6 +134,7 @@ STOCK: dict[str, AttentionSpec] = {
     "mt5": T5,
     "umt5": replace(T5, permutable="layer"),
     **dict.fromkeys(("bart", "mbart", "pegasus", "marian", "m2m_100", "whisper"), BART),
+    "moonshine": MOONSHINE,
     "gpt2": GPT2,
     "opt": OPT,
     "gpt_neo": GPT_NEO,

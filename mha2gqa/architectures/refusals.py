@@ -48,9 +48,8 @@ REFUSED: dict[str, str] = {
         "its query heads are experts: their number is num_key_value_heads x num_experts_per_tok, so fewer "
         "KV heads would also take query heads away"
     ),
-    **dict.fromkeys(
-        ("moonshine", "moonshine_streaming"),
-        "its class shapes the queries by the KV-head count, so it cannot run with fewer KV heads than query heads",
+    "moonshine_streaming": (
+        "its class shapes the queries by the KV-head count, so it cannot run with fewer KV heads than query heads"
     ),
     "zaya": (
         "its keys are mixed with the queries of their own group before attention, so a shared key head cannot "

@@ -304,7 +304,7 @@ def check_groups(groups: object, num_kv_heads: int, spec: AttentionSpec | None =
 
 
 def rotary_dim(spec: AttentionSpec, config: Mapping[str, Any], head_dim: int, layer: int = 0) -> int:
-    """How many leading dims of a head are rotary (0 where positions enter otherwise).
+    """How many leading dims of a head are rotary (0 where positions enter otherwise): pairs, so an even number.
 
     Args:
         spec: The architecture.
@@ -312,6 +312,12 @@ def rotary_dim(spec: AttentionSpec, config: Mapping[str, Any], head_dim: int, la
         head_dim: Width d of a key head.
         layer: Layer index; `rope_parameters` may hold one entry per type of layer.
     """
+    stated = stated_rotary_dim(spec, config, head_dim, layer)
+    return stated + stated % 2  # classes have a frequency for each pair that has begun
+
+
+def stated_rotary_dim(spec: AttentionSpec, config: Mapping[str, Any], head_dim: int, layer: int = 0) -> int:
+    """`rotary_dim` as the config says it, which may be odd."""
     if spec.position not in ("half_split", "interleaved"):
         return 0
     text = spec.text_config(config)

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..checkpoints.hf_config import known_config
 from ..errors import CheckpointError, UnsupportedModelError, UsageError
-from .spec import AttentionSpec, Geometry, rotary_dim
+from .spec import AttentionSpec, Geometry, rotary_dim, stated_rotary_dim
 
 WIDEST = 256  # head_dim of FlashAttention 2 and 3 and of the kernels of most engines
 STATIC = ("linear", "llama3", "yarn")  # scalings whose frequencies do not depend on the text
@@ -53,7 +53,7 @@ def check_wide(
             where=where,
             fix=f"use at most --wide {least}" if least > 1 else "convert without --wide",
         )
-    rotary = rotary_dim(spec, config, geometry.head_dim)
+    rotary = stated_rotary_dim(spec, config, geometry.head_dim)
     if rotary % 2 or int(geometry.head_dim * wide * (rotary / geometry.head_dim)) != rotary * wide:
         raise UnsupportedModelError(
             f"{rotary} of {geometry.head_dim} dims are rotary: no fraction gives {wide} times as many",

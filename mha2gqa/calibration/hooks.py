@@ -46,10 +46,17 @@ def mark_padding(accumulators: Mapping[str, Accumulator], batch: Mapping[str, Te
 
 
 def _fitting(mask: Tensor | None, states: Tensor) -> Tensor | None:
-    """A mask for states `[B, S, …]`; None where all is real, or where convolutions have changed the length."""
-    if mask is None or mask.shape != states.shape[:2] or bool(mask.all()):
+    """A mask for states `[B, S, …]`, None where all is real.
+
+    Where convolutions have made states of samples, as many are real as the share of samples that is.
+    """
+    if mask is None or bool(mask.all()) or len(mask) != len(states):
         return None
-    return mask.to(states.device, torch.float64)
+    count = states.shape[1]
+    if mask.shape[1] > count:
+        real = (mask.sum(1, keepdim=True) * count / mask.shape[1]).ceil()
+        mask = torch.arange(count, device=mask.device) < real
+    return mask.to(states.device, torch.float64) if mask.shape[1] == count else None
 
 
 class Accumulator:

@@ -32,6 +32,7 @@ class Export:
         tokenizer: Class to name in config.json where tokenizer_config.json names none: transformers
             would infer it from a stock model type.
         cross: Whether it has cross-attention.
+        kv_keys: Config keys of the KV heads of self-attention and of cross-attention.
     """
 
     file: str
@@ -41,6 +42,7 @@ class Export:
     stock: tuple[str, ...]
     tokenizer: str
     cross: bool = True
+    kv_keys: tuple[str, str] = ("num_key_value_heads", "num_cross_key_value_heads")
 
 
 def _t5(name: str, *more: str) -> Export:
@@ -81,6 +83,15 @@ EXPORTS: dict[str, Export] = {
     "marian": _bart("Marian", "MarianTokenizer", "MTModel"),
     "m2m_100": _bart("M2M100", "M2M100Tokenizer"),
     "whisper": _bart("Whisper", "WhisperTokenizer"),
+    "moonshine": Export(
+        "modeling_gqa_moonshine.py",
+        "GqaMoonshineConfig",
+        "GqaMoonshineForConditionalGeneration",
+        "AutoModelForSpeechSeq2Seq",
+        ("MoonshineForConditionalGeneration", "MoonshineModel"),
+        "PreTrainedTokenizerFast",
+        kv_keys=("decoder_num_key_value_heads", "num_cross_key_value_heads"),
+    ),
     "gpt2": _decoder("modeling_gqa_gpt2.py", "GPT2", "LMHeadModel", "GPT2Tokenizer"),
     "opt": _decoder("modeling_gqa_gpt2.py", "OPT", "ForCausalLM", "GPT2Tokenizer"),
     "gpt_neo": _decoder("modeling_gqa_gpt_neo.py", "GPTNeo", "ForCausalLM", "GPT2Tokenizer"),
@@ -167,10 +178,10 @@ def config_changes(
         "model_type": PREFIX + str(config["model_type"]).removeprefix(PREFIX),
         "architectures": [export.model],
         "auto_map": {"AutoConfig": f"{module}.{export.config}", export.auto: f"{module}.{export.model}"},
-        "num_key_value_heads": num_kv_heads["self"],
+        export.kv_keys[0]: num_kv_heads["self"],
     }
     if export.cross:
-        changes["num_cross_key_value_heads"] = num_kv_heads["cross"]
+        changes[export.kv_keys[1]] = num_kv_heads["cross"]
     if export.file == "modeling_gqa_t5.py" and has_head and not _scales_outputs(config):
         changes["tie_word_embeddings"] = False  # how transformers 4 says both
     return {(key,): value for key, value in changes.items()}

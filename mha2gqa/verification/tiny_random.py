@@ -20,6 +20,7 @@ from ..arch_conversion import plan as plan_reexpression
 from ..architectures import AttentionSpec, find_attention_modules, find_spec, geometry, lookup
 from ..checkpoints.hf_config import is_encoder_decoder
 from ..checkpoints.loading import loading_class, quiet
+from ..data.pairs import is_audio
 from ..errors import Mha2gqaError
 from ..merging import MERGERS, MergeContext
 from ..modeling import exported_class, find_export
@@ -35,7 +36,9 @@ _SMALL = {
     "max_seq_len": 64, "mamba_chunk_size": 8, "max_source_positions": 8, "max_target_positions": 64, "initializer_range": 0.3,
 }  # fmt: skip
 _WIDTHS = ("hidden_size", "d_model", "n_embd")
-_ENCODER_LAYERS = ("num_layers", "encoder_layers")  # beside the spec's own key
+_ENCODER_LAYERS = ("num_layers", "encoder_layers", "encoder_num_hidden_layers")  # beside the spec's own key
+_ENCODER_HEADS = ("encoder_attention_heads", "encoder_num_attention_heads", "encoder_num_key_value_heads")
+_SAMPLES = 4000  # of sound
 KERNELS = (
     "attn_implementation", "_attn_implementation", "_attn_implementation_internal",
     "experts_implementation", "_experts_implementation", "_experts_implementation_internal",
@@ -139,8 +142,7 @@ def twin_config(spec: AttentionSpec, config: Mapping[str, Any]) -> dict[str, Any
     for key in {spec.head_dim_key, *(v.head_dim_key for v in spec.variants)} & text.keys():
         text[key] = None if text[key] is None else _WIDTH
     text |= dict.fromkeys([k for k in _ENCODER_LAYERS if k in text] + [spec.layers_key], _LAYERS)
-    if "encoder_attention_heads" in text:
-        text["encoder_attention_heads"] = num_heads
+    text |= dict.fromkeys([key for key in _ENCODER_HEADS if key in text], num_heads)
     for key, value in text.items():
         if isinstance(value, list) and len(value) == layers:
             text[key] = value[:_LAYERS]
@@ -331,6 +333,8 @@ def _inputs(config: Mapping[str, Any]) -> dict[str, Tensor]:
         frames = 2 * config["max_source_positions"]
         features = torch.randn(2, config["num_mel_bins"], frames, generator=generator)
         return {"input_features": features, "decoder_input_ids": ids}
+    if is_audio(config):
+        return {"input_values": torch.randn(2, _SAMPLES, generator=generator), "decoder_input_ids": ids}
     return {"input_ids": ids.flip(1), "decoder_input_ids": ids}
 
 

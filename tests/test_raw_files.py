@@ -63,6 +63,8 @@ def test_one_table_of_dtypes() -> None:
     ("content", "said"),
     [
         (b"[" * 100_000, "nested too deeply"),
+        (b'{"a": ' + b"[" * 150 + b"]" * 150 + b"}", "nested too deeply"),
+        (b'{"a":' * 200 + b"1" + b"}" * 200, "nested too deeply"),
         (b'{"a": ' + b"1" * 5000 + b"}", "digits"),
         (b'{"a": "\\ud800"}', "surrogate"),
         (b'{"a": "\xff"}', "not UTF-8 at byte 7"),
@@ -77,6 +79,12 @@ def test_json_of_any_shape_ends_as_one_short_error(tmp_path: Path, content: byte
     with pytest.raises(CheckpointError, match=said) as caught:
         read_json(file)
     assert str(file) in str(caught.value) and len(str(caught.value)) <= 400
+
+
+def test_as_many_levels_as_any_reader_follows_are_read(tmp_path: Path) -> None:
+    file = tmp_path / "a.json"
+    file.write_bytes(b'{"a":' * 100 + b"1" + b"}" * 100)
+    assert read_json(file)["a"]
 
 
 def test_no_file_that_is_none_holds_a_reader_up(tmp_path: Path) -> None:

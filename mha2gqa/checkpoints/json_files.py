@@ -12,6 +12,7 @@ from typing import Any
 from ..errors import CheckpointError, quoted
 
 LARGEST = 100_000_000  # bytes; safetensors allows its headers as much
+DEEPEST = 100  # levels of objects and arrays; Python's own limit depends on its version and on who is reading
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 RESTORE = "restore the original file"
 
@@ -29,6 +30,7 @@ def parse_json(data: bytes | str, pairs: Callable[[list[tuple[str, Any]]], Any] 
     try:
         text = data if isinstance(data, str) else data.decode("utf-8")
         value = json.loads(text, object_pairs_hook=pairs)
+        _check_depth(value)
         if "\\ud" in text or "\\uD" in text:  # half a surrogate pair cannot be written again
             json.dumps(value, ensure_ascii=False).encode()
     except RecursionError:
@@ -42,6 +44,17 @@ def parse_json(data: bytes | str, pairs: Callable[[list[tuple[str, Any]]], Any] 
     except ValueError as error:
         raise ValueError(str(error).split("; use")[0][:120]) from None  # Python's advice on long integers
     return value
+
+
+def _check_depth(value: Any) -> None:
+    """Refuse more than `DEEPEST` levels, which functions that call themselves could not follow."""
+    level = [value] if isinstance(value, (dict, list)) else []
+    for _ in range(DEEPEST + 1):
+        parts = (part.values() if isinstance(part, dict) else part for part in level)
+        level = [child for children in parts for child in children if isinstance(child, (dict, list))]
+        if not level:
+            return
+    raise ValueError("nested too deeply")
 
 
 def read_bytes(path: Path, limit: int = LARGEST) -> bytes:

@@ -25,6 +25,7 @@ from markdown_it import MarkdownIt
 from mha2gqa.assets import heldout_path, tiny_model_path
 from mha2gqa.errors import UsageError
 from mha2gqa.evaluation import ModelResult
+from mha2gqa.evaluation.generated import METRICS as GENERATED
 from mha2gqa.report import (
     Report,
     display_name,
@@ -46,6 +47,7 @@ from mha2gqa.report import (
 )
 from mha2gqa.report.content import Table, best_rows, models_table
 from mha2gqa.report.folder import card_metadata, license_of, write_card
+from mha2gqa.report.generated import METRICS
 from mha2gqa.report.layers import layers_table
 from mha2gqa.report.numbers import fixed, ratio_text
 from mha2gqa.report.svg import method_colour, spread, styled_figure
@@ -170,6 +172,30 @@ def test_paired_differences_and_agreement_are_told() -> None:
     page = html_page(sample())
     assert "+0.0150 nats/token against the original, 95 % interval +0.0110 to +0.0190" in page
     assert "the same most likely token at 91.4% of positions" in markdown(sample())
+
+
+def test_generated_text_is_in_every_table_and_in_the_front_matter() -> None:
+    """Metrics of any model make a column; comparisons are sentences."""
+    paired = {"wer": {"difference": 0.42, "low": -0.1, "high": 0.93, "units": 120}}
+    rows = [
+        {**ROWS[0], "generation": {"examples": 120, "wer": 5.0, "bleu": None, "exact_match": None}},
+        {**ROWS[1], "generation": None},
+        {**ROWS[2], "generation": {"examples": 120, "wer": 5.42, "exact_match": 83.333, "paired": paired}},
+    ]
+    report = sample(models=rows, auto_class="AutoModelForSpeechSeq2Seq")
+    head, _, *lines = terminal(report).splitlines()
+    assert head.endswith("KV/token  WER %  as original %") and "BLEU" not in head
+    assert lines[0].split()[-2:] == ["5.00", "–"] and lines[2].split()[-2:] == ["5.42", "83.33"]
+    said = "+0.42 points of WER against the original, 95 % interval -0.10 to +0.93 (paired over 120 examples)"
+    for text in (html_page(report), markdown(report), model_card(report)):
+        assert said in text and "as original %" in text and "83.33" in text
+    (results,) = (
+        pytest.importorskip("huggingface_hub").ModelCard(model_card(report)).data.to_dict()["model-index"]
+    )
+    figures = {metric["type"]: metric["value"] for row in results["results"] for metric in row["metrics"]}
+    assert figures["wer"] == 5.42 and figures["exact_match"] == 83.333
+    assert results["results"][0]["task"]["type"] == "automatic-speech-recognition"
+    assert METRICS.keys() == set(GENERATED)
 
 
 def test_figures_of_agreement_have_the_names_that_evaluate_gives_them() -> None:

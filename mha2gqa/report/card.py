@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from .content import COLUMNS, Report, differences, headline, limits, model_rows, scoring
+from .content import Report, differences, headline, limits, models_table, scoring
+from .generated import METRICS
 from .names import display_name, hub_name, public
 from .numbers import finite
 from .templating import Markdown, escape_markdown, markdown_table, markdown_templates
@@ -41,13 +42,14 @@ def front_matter(report: Report) -> dict[str, Any]:
 
 def _fill(template: str, report: Report, **further: Any) -> str:
     """A Markdown template with everything that a report shows."""
+    table = models_table(report.models)
     return (
         markdown_templates()
         .get_template(template)
         .render(
             report=report,
             headline=headline(report),
-            models=markdown_table(COLUMNS, model_rows(report.models)),
+            models=markdown_table(table.columns, table.rows),
             scoring=scoring(report),
             differences=differences(report.models),
             limits=limits(report),
@@ -92,19 +94,27 @@ def _results(report: Report) -> list[Any]:
     if (final := report.final) is None:
         return []
     data = _dataset_name(report)
-    task = "text2text-generation" if "Seq2Seq" in report.auto_class else "text-generation"
+    generated = final.get("generation") or {}
+    figures = [(key, final.get(key)) for key in FIGURES] + [(key, generated.get(key)) for key in METRICS]
     return [
         EvalResult(
-            task_type=task,
+            task_type=_task(report.auto_class),
             dataset_type=data,
             dataset_name=data,
             metric_type=key,
             metric_value=round(value, 6),
             metric_name=f"{key.replace('_', ' ')} ({report.protocol})",
         )
-        for key in FIGURES
-        if (value := finite(final.get(key))) is not None
+        for key, figure in figures
+        if (value := finite(figure)) is not None
     ]
+
+
+def _task(auto_class: str) -> str:
+    """What the Hub calls the task of models of an auto class."""
+    if "Speech" in auto_class:
+        return "automatic-speech-recognition"
+    return "text2text-generation" if "Seq2Seq" in auto_class else "text-generation"
 
 
 def _dataset_name(report: Report) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from .generated import generation_cells, generation_columns, generation_differences, generation_metrics
 from .numbers import (
     finite,
     fixed,
@@ -170,8 +171,13 @@ def compare(row: Row, original: Row) -> str:
 
 
 def models_table(models: Sequence[Row]) -> Table:
-    """The table original / converted / uptrained."""
-    return Table(COLUMNS, model_rows(models))
+    """The table original / converted / uptrained, with the metrics of what they generated."""
+    metrics = generation_metrics(models)
+    rows = [
+        [*cells, *generation_cells(row, metrics)]
+        for row, cells in zip(models, model_rows(models), strict=True)
+    ]
+    return Table([*COLUMNS, *generation_columns(metrics)], rows)
 
 
 def becomes(model_type: str, result_type: str) -> str:
@@ -197,6 +203,7 @@ def differences(models: Sequence[Row]) -> list[str]:
                 f"{name_of(row)}: KL {fixed(row['kl'], 4)} nats/token from the original, the same most likely "
                 f"token at {'–' if share is None else f'{share:.1%}'} of positions"
             )
+        found += generation_differences(name_of(row), row)
     return found
 
 

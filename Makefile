@@ -6,6 +6,8 @@ BIN = $(VENV)/bin
 JOBS ?= 2
 export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
+# Tests start many interpreters: each would compile the package anew where byte code is not written.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test slow lint docs-reference format docs pages faults fuzz fuzz-long kills kills-long archs oracles bench real engines engines-vllm clean
 

@@ -7,6 +7,7 @@ import json
 import math
 import platform
 from collections.abc import Mapping
+from functools import cache
 from importlib import import_module, metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -22,6 +23,12 @@ _PACKAGES = ("mha2gqa", "torch", "transformers", "safetensors", "peft", "dataset
 
 def versions() -> dict[str, str]:
     """Versions of Python and of every package that can change a figure; absent ones are left out."""
+    return dict(_versions())
+
+
+@cache
+def _versions() -> dict[str, str]:
+    """`versions`, read once: each is a search of what is installed and a parse of its description."""
     found = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -135,7 +136,11 @@ def test_the_fastest_kernel_is_found_among_those_that_run(monkeypatch: pytest.Mo
 def test_a_step_on_a_chosen_kernel_computes_what_a_full_pass_does(
     splits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The choice that a GPU makes, on a wide model whose rotary frequencies are looked up in every pass."""
+    """The choice that a GPU makes, on a wide model whose rotary frequencies are looked up in every pass.
+
+    Layers are traced as for a compiler; what the compiler of this machine makes of them is seen by `make slow`.
+    """
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     monkeypatch.setattr(fixed_cache, "LEAST_PART", 8)
     monkeypatch.setattr(decode, "fastest", lambda part, heads: (fixed_cache.Kernel("", splits), {"x": 1.0}))
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 1.0, "attention_factor": 1.0}

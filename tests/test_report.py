@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -132,6 +133,17 @@ def sample(**changes: Any) -> Report:
     return dataclasses.replace(report, **changes)
 
 
+def few_pictures(**changes: Any) -> Report:
+    """The sample without layers, curves and sweep: eight pictures less to draw, for tests of the words."""
+    return sample(**{"layers": [], "curves": {}, "frontier": []} | changes)
+
+
+@functools.cache
+def sample_page() -> str:
+    """The page of the sample as it is."""
+    return html_page(sample())
+
+
 def test_units() -> None:
     assert [human_bytes(x) for x in (0, 1023, 1024, 524288, 1.5 * 2**30)] == [
         "0 B", "1023 B", "1 KiB", "512 KiB", "1.5 GiB"
@@ -169,7 +181,7 @@ def test_headline_reports_what_was_measured() -> None:
 
 
 def test_paired_differences_and_agreement_are_told() -> None:
-    page = html_page(sample())
+    page = sample_page()
     assert "+0.0150 nats/token against the original, 95 % interval +0.0110 to +0.0190" in page
     assert "the same most likely token at 91.4% of positions" in markdown(sample())
 
@@ -246,7 +258,7 @@ def test_infinite_loss_is_shown_and_does_not_crash() -> None:
         ROWS[0],
         {**ROWS[1], "loss": float("inf"), "perplexity": float("inf"), "bits_per_byte": float("inf")},
     ]
-    report = sample(models=rows)
+    report = few_pictures(models=rows)
     assert "inf" in terminal(report) and "inf" in html_page(report)
     assert "model-index" not in front_matter(report)
 
@@ -270,7 +282,7 @@ def test_nan_is_a_result_in_every_form(value: Any) -> None:
     assert "worse than the original" in limits(report)[0]
     assert "nan nats/token against the original, 95 % interval nan to inf" in markdown(report)
     assert "model-index" not in front_matter(report)
-    swapped = sample(
+    swapped = few_pictures(
         models=[NAN_ROW | {"role": "original"}, ROWS[1] | {"groups": 4}],
         frontier=[ROWS[1] | {"num_kv_heads": 4, "method": "m"}],
     )
@@ -304,7 +316,7 @@ def test_display_names(name: str, shown: str) -> None:
 
 
 def test_no_form_for_readers_elsewhere_shows_a_path_of_this_machine() -> None:
-    report = sample(
+    report = few_pictures(
         title="x of /srv/secret/y",
         source="/srv/secret/ref-llama-30m",
         models=[{**r, "path": f"/srv/secret/{r['path']}", "role": ""} for r in ROWS],
@@ -319,7 +331,7 @@ def test_no_form_for_readers_elsewhere_shows_a_path_of_this_machine() -> None:
         assert "run r.yaml --set source=x --set output=o --set convert.groups=4" in text
     assert "source: model\n" in markdown(report) and "b/c.txt" in markdown(report)
     address = "see https://huggingface.co/acme/x and 3/4 of ../a/b"
-    assert html_page(sample(provenance={"where": address})).count(address) == 1
+    assert html_page(few_pictures(provenance={"where": address})).count(address) == 1
 
 
 def test_front_matter_is_what_the_hub_reads() -> None:
@@ -420,7 +432,7 @@ class Strict(HTMLParser):
 
 
 def test_page_is_self_contained_and_well_formed() -> None:
-    page = html_page(sample())
+    page = sample_page()
     parser = Strict()
     parser.feed(page)
     assert not parser.open and not {"script", "link", "img", "iframe"} & parser.tags
@@ -440,14 +452,14 @@ def test_page_is_self_contained_and_well_formed() -> None:
 
 
 def test_paper_shows_what_is_folded_and_cuts_no_long_line() -> None:
-    style = html_page(sample())
+    style = sample_page()
     printed = style[style.index("@media print") : style.index("</style>")]
     assert "details::details-content { content-visibility: visible" in printed
     assert re.search(r"pre \{ white-space: pre-wrap", printed)
 
 
 def test_page_escapes_what_users_wrote() -> None:
-    page = html_page(sample(title="<b>x</b>", source='"><script>alert(1)</script>', recipe="a: <i>"))
+    page = html_page(few_pictures(title="<b>x</b>", source='"><script>alert(1)</script>', recipe="a: <i>"))
     assert "<script" not in page and "<b>x" not in page and "&lt;i&gt;" in page
 
 
@@ -460,11 +472,11 @@ def test_page_of_a_bare_result() -> None:
 def test_large_models_stay_small_pages() -> None:
     groups = [[h * 4 + i for i in range(4)] for h in range(16)]
     layers = [{"layer": i, "relative_error": 0.1, "grouping": groups} for i in range(80)]
-    assert len(html_page(sample(layers=layers))) < 1_500_000
+    assert len(html_page(few_pictures(layers=layers))) < 1_500_000
 
 
 def test_same_report_same_bytes() -> None:
-    assert html_page(sample()) == html_page(sample())
+    assert html_page(sample()) == sample_page()
 
 
 def test_write_report(tmp_path: Path) -> None:
@@ -473,7 +485,7 @@ def test_write_report(tmp_path: Path) -> None:
     (checkpoint / "README.md").write_text("the source's own card", encoding="utf-8")
     for _ in range(2):  # a second report replaces ours, never the kept original
         written = write_report(
-            sample(), tmp_path / "out", ("json", "markdown", "html", "card"), card=checkpoint
+            few_pictures(), tmp_path / "out", ("json", "markdown", "html", "card"), card=checkpoint
         )
     assert [path.name for path in written] == ["report.json", "report.md", "report.html", "README.md"]
     assert (checkpoint / "README.base.md").read_text(encoding="utf-8") == "the source's own card"
@@ -574,10 +586,10 @@ def test_a_sweep_draws_what_its_grid_varies() -> None:
 
 
 def test_a_method_has_one_colour_in_every_picture() -> None:
-    points, original = _grid()
+    pictures = grids.sweep_pictures(*_grid())
     assert method_colour("mean") != method_colour("first") != method_colour("joint")
     for picture in ("frontier", "methods", "alphas"):
-        used = set(re.findall(r"var\(--s(\d)\)", grids.sweep_pictures(points, original)[picture]))
+        used = set(re.findall(r"var\(--s(\d)\)", pictures[picture]))
         assert used == {"1", "2", "5"}, picture  # original, mean, first
 
 
@@ -648,7 +660,7 @@ def test_the_uptraining_picture_shows_the_numbers_of_the_table() -> None:
 
 
 def test_one_axis_holds_one_quantity() -> None:
-    page = html_page(sample())
+    page = sample_page()
     titles = re.findall(r"<h3>(.*?)</h3>", page)
     assert titles[:3] == [
         "Loss over uptraining",
@@ -720,7 +732,7 @@ EVIL = "<script>alert(1)</script> <img src=x onerror=y> [a](b) | c\n# second hea
 
 
 def test_no_word_of_users_becomes_markup() -> None:
-    report = sample(
+    report = few_pictures(
         title=EVIL,
         source=EVIL,
         models=[{**ROWS[0], "label": EVIL}, *ROWS[1:]],
@@ -762,7 +774,7 @@ def test_control_characters_are_written_out(text: str, shown: str) -> None:
         "data": {},
         "models": [{**ROWS[0], "path": text}],
     }
-    assert shown in render(data) and shown in html_page(sample(models=[{**ROWS[0], "label": text}]))
+    assert shown in render(data) and shown in html_page(few_pictures(models=[{**ROWS[0], "label": text}]))
 
 
 # --- the terminal ------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ import json
 import math
 import random
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +19,8 @@ import torch
 import mha2gqa
 from mha2gqa.checkpoints.fingerprints import source_fingerprint
 from mha2gqa.checkpoints.reader import open_checkpoint
+from mha2gqa.cli import commands
+from mha2gqa.cli.exit_codes import run_command
 from mha2gqa.commands import demo as demo_module
 from mha2gqa.commands.builtin import resolve_data, resolve_model
 from mha2gqa.commands.describe import describe
@@ -336,17 +337,24 @@ def test_gate_fails_after_everything_is_written(model: Path, text: Path, tmp_pat
 
 
 def test_a_model_that_says_nan_is_evaluated_reported_and_fails_the_gate(
-    model: Path, text: Path, tmp_path: Path
+    model: Path,
+    text: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     broken = pico_llama()
     with torch.no_grad():
         broken.lm_head.weight[3] = math.nan
     broken.save_pretrained(word_tokenizer(tmp_path / "broken"))
     argv = ["evaluate", str(model), str(tmp_path / "broken"), "--data", str(text), "--window", "32"]
     argv += ["--against", str(model), "--fail-if-worse", "--output", str(tmp_path / "figures.json")]
-    done = subprocess.run([sys.executable, "-m", "mha2gqa", *argv], capture_output=True, text=True)
-    assert done.returncode == 3, done.stderr
-    assert "nan" in done.stdout and "fail_if_worse" in done.stderr
+    with pytest.raises(SystemExit) as ended:
+        run_command(commands.cli, argv)
+    printed = capsys.readouterr()
+    assert ended.value.code == 3, printed.err
+    assert "nan" in printed.out and "fail_if_worse" in printed.err
     figures = json.loads((tmp_path / "figures.json").read_text())["models"]
     assert figures[1]["loss"] == "nan" and isinstance(figures[0]["loss"], float)
 

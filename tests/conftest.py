@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
+from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -51,6 +54,19 @@ def pico(tmp_path: Path) -> Path:
     out = tmp_path / "pico"
     pico_llama().save_pretrained(out)
     return out
+
+
+@pytest.fixture
+def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight optimiser steps at most for what is fitted, whatever a command says: enough to see that it runs."""
+    modules = [import_module(f"mha2gqa.reconstruct.{name}") for name in ("regress", "distill")]
+    real = modules[0].minimise
+
+    def minimise(parameters: Any, backward: Any, validate: Any, config: Any) -> int:
+        return real(parameters, backward, validate, replace(config, steps=min(config.steps, 8), check_every=4))
+
+    for module in modules:
+        monkeypatch.setattr(module, "minimise", minimise)
 
 
 def word_tokenizer(path: Path, bos: bool = False) -> Path:

@@ -263,6 +263,7 @@ def test_too_small_a_disk_is_refused_first(
         convert(pico, tmp_path / "out", 2)
 
 
+@pytest.mark.slow  # `make kills` does so before every event of the file system
 def test_a_killed_conversion_leaves_no_output_and_can_be_rerun(pico: Path, tmp_path: Path) -> None:
     code = ("import sys, time, mha2gqa.conversion.checkpoint as c\n"
             "c.copy_side_files = lambda *a: (print('writing', flush=True), time.sleep(60))\n"

@@ -107,6 +107,7 @@ def encoder_decoder(folder: Path, page: str) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
+@pytest.mark.usefixtures("few_steps")
 def test_blocks_run(page: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     todo = [block for block in blocks(page, "sh", "python") if block.runs]
     if not todo:

@@ -107,6 +107,7 @@ def _room(folder: Path, i: int) -> bool:
     return True
 
 
+@pytest.mark.slow  # `make fuzz` is this command line
 def test_the_command_line_of_the_fuzz_suite(tmp_path: Path) -> None:
     words = [sys.executable, fuzz.__file__, "--from", "5", "--to", "7", "--out", str(tmp_path / "l.json")]
     assert subprocess.run(words, check=True, capture_output=True, timeout=300).stdout

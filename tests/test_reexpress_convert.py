@@ -301,7 +301,7 @@ def test_a_model_in_memory_becomes_what_its_file_becomes(
     assert all(torch.equal(x, live[key]) for key, x in files.items())
     assert all(torch.equal(x, before[key]) for key, x in model.state_dict().items())
     blocks = torch.randint(3, 60, (24, 17), generator=torch.Generator().manual_seed(5))
-    fitted = convert_model(model, groups, calibration=blocks)
+    fitted = convert_model(model, groups, calibration=blocks, fit=ReconstructConfig(steps=20, check_every=10))
     small.save_pretrained(tmp_path / "saved")
     assert logits(tmp_path / "saved").shape == (2, 11, 96) and fitted(IDS_IN).logits.isfinite().all()
 

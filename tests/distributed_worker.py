@@ -1,4 +1,7 @@
-"""One process of the distributed tests: distributed_worker.py ddp|fsdp|zero3 FOLDER; writes JSON on rank 0."""
+"""One process of the distributed tests: distributed_worker.py FOLDER…; rank 0 writes JSON into each.
+
+A folder's name is the mode that is tried in it: ddp, fsdp or zero3.
+"""
 
 from __future__ import annotations
 
@@ -101,9 +104,8 @@ def guarded(factor: float) -> list[int] | str:
         UptrainTrainer.compute_loss = compute  # type: ignore[method-assign]
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    mode, place = sys.argv[1], Path(sys.argv[2])
+def try_mode(mode: str, place: Path) -> None:
+    """Train in memory and from a checkpoint, and where nothing is sharded meet a spike and a NaN."""
     sharded: dict[str, Any] = {"fsdp": True} if mode == "fsdp" else {}
     if sharded:
         pretend_gpus()
@@ -117,7 +119,14 @@ if __name__ == "__main__":
         trainer.SpikeGuard = partial(SpikeGuard, warmup=2)  # type: ignore[misc, assignment]
         trainer.SpikeGuard.factor = SpikeGuard.factor  # type: ignore[attr-defined]
         guard = json.dumps([guarded(1000.0), guarded(math.nan)])
+        trainer.SpikeGuard = SpikeGuard  # type: ignore[misc]
         (place / f"guard-{os.environ['RANK']}.json").write_text(guard)
     if os.environ["RANK"] == "0":
         (place / "found.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for folder in map(Path, sys.argv[1:]):
+        try_mode(folder.name, folder)
     torch.distributed.destroy_process_group()

@@ -21,10 +21,17 @@ from mha2gqa.errors import TrainingError
 from mha2gqa.uptraining import uptrain
 
 
-def worker(mode: str, folder: Path) -> dict:
-    """What two processes find, see `distributed_worker`."""
-    launch([str(Path(__file__).with_name("distributed_worker.py")), mode, str(folder)], folder)
-    return json.loads((folder / "found.json").read_text())
+WORKER = str(Path(__file__).with_name("distributed_worker.py"))
+
+
+@pytest.fixture(scope="module")
+def two_processes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folders `ddp` and `fsdp` of what one pair of processes finds, see `distributed_worker`."""
+    root = tmp_path_factory.mktemp("two")
+    for mode in ("ddp", "fsdp"):
+        family(root / mode)
+    launch([WORKER, str(root / "ddp"), str(root / "fsdp")], root)
+    return root
 
 
 @pytest.fixture(scope="module")
@@ -40,25 +47,28 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp", "zero3"])
-def test_two_processes_equal_one(one_process, mode, tmp_path):
+def test_two_processes_equal_one(one_process, two_processes, mode, tmp_path):
+    losses, reference = one_process["ddp" if mode == "ddp" else "fsdp"]
+    folder = two_processes / mode
     if mode == "zero3":
         pytest.importorskip("deepspeed")
-    losses, reference = one_process["ddp" if mode == "ddp" else "fsdp"]
-    family(tmp_path)
-    found = worker(mode, tmp_path)
+        folder = tmp_path / mode
+        family(folder)
+        launch([WORKER, str(folder)], folder)
+    found = json.loads((folder / "found.json").read_text())
     assert found["in memory"] == pytest.approx(one_process["in memory"], abs=1e-5)
     assert found["checkpoint"]["resumed"] == 4
     assert found["checkpoint"]["losses"] == pytest.approx(losses, abs=1e-5)
     ours, theirs = (
-        load_file(tmp_path / "up" / "model.safetensors"),
+        load_file(folder / "up" / "model.safetensors"),
         load_file(reference / "model.safetensors"),
     )
     assert {n: x.shape for n, x in ours.items()} == {n: x.shape for n, x in theirs.items()}
     for name in ours:
         torch.testing.assert_close(ours[name], theirs[name], rtol=1e-3, atol=1e-5, msg=name)
-    assert not list(tmp_path.glob("up.partial*"))
+    assert not list(folder.glob("up.partial*"))
     if mode == "ddp":  # a spike that one process meets is skipped by both, a NaN stops both
-        first, second = ((tmp_path / f"guard-{rank}.json").read_text() for rank in range(2))
+        first, second = ((folder / f"guard-{rank}.json").read_text() for rank in range(2))
         skipped, stopped = json.loads(first)
         assert first == second and skipped == [4]
         assert stopped.startswith("uptrain: loss nan, gradient norm nan at step 4; lower learning_rate")

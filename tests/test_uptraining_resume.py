@@ -214,6 +214,7 @@ def test_a_hangup_that_nohup_ignores_stays_ignored():
         signal.signal(signal.SIGHUP, before)
 
 
+@pytest.mark.slow  # `make kills` does so before many events of the file system
 def test_kill_minus_nine(models, straight, tmp_path):
     """A real SIGKILL of a real process."""
     student, text = models

@@ -170,7 +170,7 @@ def test_every_block_is_loaded_once_and_alone(
     assert most == 1
 
 
-@pytest.mark.parametrize("layer", [0, 1, LAYERS - 1])
+@pytest.mark.parametrize("layer", [1, *(pytest.param(at, marks=pytest.mark.slow) for at in (0, LAYERS - 1))])
 def test_a_killed_walk_goes_on_after_its_last_layer_with_the_same_bytes(
     layer: int, text: str, tmp_path: Path
 ) -> None:

@@ -74,6 +74,7 @@ def test_two_processes_equal_one(one_process, two_processes, mode, tmp_path):
         assert stopped.startswith("uptrain: loss nan, gradient norm nan at step 4; lower learning_rate")
 
 
+@pytest.mark.slow  # test_cli.py asks each process alone which speaks
 def test_torchrun_prints_a_refusal_once(tmp_path):
     _, student, _ = family(tmp_path)
     words = ["uptrain", student, tmp_path / "up", "--data", tmp_path / "nowhere.jsonl", "--tokens", "640"]

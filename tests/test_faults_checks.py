@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from mha2gqa.calibration import load_statistics
 from mha2gqa.checkpoints.reader import edit_config
 from mha2gqa.cli.commands import cli
 from mha2gqa.errors import CheckpointError, Mha2gqaError, UnsupportedModelError, UsageError
+from mha2gqa.verification import preflight
 from mha2gqa.verification.tiny_random import NO_TWIN, check_tiny_random
 
 HEAD = {"v_head.summary.weight": torch.ones(1, 32), "v_head.summary.bias": torch.zeros(1)}
@@ -111,6 +112,15 @@ def test_no_word_of_a_config_switches_checks_off(
     assert not mha2gqa.verify(tmp_path / "right").ok
 
 
+@pytest.fixture
+def asked_anew() -> Iterator[None]:
+    """Nothing remembered of what was checked before, nor afterwards of what is checked here."""
+    preflight._checked.cache_clear()
+    yield
+    preflight._checked.cache_clear()
+
+
+@pytest.mark.usefixtures("asked_anew")
 def test_what_cannot_be_checked_is_refused_unless_allowed(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,6 +163,7 @@ def test_extra_tensors_are_left_out_by_name(source: Path, tmp_path: Path) -> Non
         mha2gqa.evaluate(source, str(write_text(tmp_path / "t.jsonl", documents=3)), window=16)
 
 
+@pytest.mark.usefixtures("asked_anew")
 def test_a_package_that_is_missing_is_no_pass(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import pico_llama, word_tokenizer
+from launching import launch
 from safetensors.torch import load_file, save_file
 from test_calibrated_fits import write_text
 from walk_worker import FIT, OPTIONS
@@ -190,10 +191,20 @@ def test_a_killed_walk_goes_on_after_its_last_layer_with_the_same_bytes(
     assert not (tmp_path / "out.convert").exists()
 
 
-def test_another_command_is_refused_by_what_changed_and_nothing_is_lost(text: str, tmp_path: Path) -> None:
-    source = save(llama(), tmp_path / "source")
-    worker = [sys.executable, str(Path(__file__).with_name("walk_worker.py")), str(source)]
-    subprocess.run([*worker, str(tmp_path / "out"), text, "1"], capture_output=True)
+def test_another_command_is_refused_by_what_changed_and_nothing_is_lost(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, put = save(llama(), tmp_path / "source"), WorkDir.put
+
+    def stopping(self: WorkDir, number: int, *rest: Any) -> None:
+        put(self, number, *rest)
+        if number == 1:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(WorkDir, "put", stopping)
+        with pytest.raises(KeyboardInterrupt):
+            mha2gqa.convert(source, tmp_path / "out", 2, calibration=[text], **OPTIONS)
     kept = {p.name: p.read_bytes() for p in (tmp_path / "out.convert").glob("*.safetensors")}
     changed = OPTIONS | {"fit": ReconstructConfig(**{**vars(FIT), "steps": 13})}
     with pytest.raises(UsageError, match=r"2 finished layers .*fit\.steps: 12 -> 13.*force=True"):
@@ -214,14 +225,7 @@ def test_processes_share_the_text_and_make_the_same_model(processes: int, text: 
     source = save(llama(), tmp_path / "source")
     one = mha2gqa.convert(source, tmp_path / "one", 2, calibration=[text], **OPTIONS)
     worker = str(Path(__file__).with_name("walk_worker.py"))
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    done = subprocess.run(
-        [*launch, worker, str(source), str(tmp_path / "many"), text],
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    launch([worker, str(source), str(tmp_path / "many"), text], tmp_path, processes)
     a, b = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "many"))
     for name, x in a.items():  # sums are taken in another order: float32 noise, grown over some Adam steps
         torch.testing.assert_close(b[name], x, rtol=1e-3, atol=1e-3 * float(x.abs().max()))

@@ -21,13 +21,14 @@ def check_early(config: Mapping[str, Any], source: Mapping[str, Any], tensors: T
         source: Raw config of the source.
         tensors: Of the result.
     """
-    return [check_hollow(config, tensors), _computes_right(json.dumps(config), json.dumps(source))]
+    return [*_checked(json.dumps(config), json.dumps(source), json.dumps(dict(tensors)))]
 
 
 @lru_cache(maxsize=64)
-def _computes_right(config: str, source: str) -> Check:
-    """`check_tiny_random` of two configs as JSON, once: the cells of a sweep and its dry run ask the same."""
-    return check_tiny_random(json.loads(config), json.loads(source))
+def _checked(config: str, source: str, tensors: str) -> tuple[Check, Check]:
+    """`check_early` of JSON, made once: a dry run and every cell of a sweep with that number of heads ask the same."""
+    raw = json.loads(config)
+    return check_hollow(raw, json.loads(tensors)), check_tiny_random(raw, json.loads(source))
 
 
 def demand(

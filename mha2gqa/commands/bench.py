@@ -22,6 +22,7 @@ from ..errors import UnsupportedModelError, UsageError
 from ..evaluation.setup import context_length
 from ..kv_cache import decode_step_bytes, kv_bytes, max_batch, step_weight_bytes
 from ..results import Result
+from .bench_engines import VLLM, Engine, LlamaCpp, Name, check_options
 from .decode import DecodeTimes, copy_bandwidth, fixed_step, growing_cache
 from .fixed_cache import NotServed
 
@@ -38,13 +39,14 @@ class BenchResult(Result):
     Args:
         batch, context, new_tokens: Sequences, tokens that a step attends to, steps timed.
         dtype, device: Of every model.
+        engine: What decoded, and its version where it is not transformers.
         copy_bandwidth: Bytes per second that a copy on the device moves, measured.
         warnings: What the user should know.
         models: For each model `path, tokens_per_second, milliseconds_per_step, first_token_milliseconds,
             prefill_tokens_per_second, kv_bytes, weight_bytes, step_bytes, bytes_per_second, share_of_bandwidth,
             floor_milliseconds` (the step at full bandwidth), `step` (what was timed), `attention, native_gqa,
             cuda_graph, compiled, kernel_seconds` (of one layer's attention), `warnings`, and `budgets`: per memory budget the batch that fits
-            and its speed.
+            and its speed. Of another engine those that it tells.
     """
 
     command: ClassVar[str] = "bench"
@@ -54,6 +56,7 @@ class BenchResult(Result):
     new_tokens: int
     dtype: str
     device: str
+    engine: str = "transformers"
     copy_bandwidth: float | None = None
     warnings: list[str] = field(default_factory=list)
     models: list[dict[str, Any]] = field(default_factory=list)
@@ -70,12 +73,20 @@ def bench(
     bandwidth: float | None = None,
     memory: float | Sequence[float] = (),
     compile: bool | None = None,
+    engine: Name = "transformers",
+    cache_type: str | None = None,
+    precision: str | None = None,
+    threads: int | None = None,
+    engine_path: str | Path | None = None,
+    llama_cpp: str | Path | None = None,
     trust_remote_code: bool = False,
 ) -> BenchResult:
     """Time decoding as a server does it: full cache, no mask, and on a GPU compiled layers in a CUDA graph.
 
+    Another engine is called where it is installed, and measures by its own means.
+
     Args:
-        models: Folders or hub ids; all run in the dtype that the first resolves to.
+        models: Folders or hub ids; all run in the dtype that the first resolves to. For llama.cpp folders or .gguf files.
         batch: Sequences decoded at once.
         context: Tokens that a step attends to; shortened to what every model was built for.
         new_tokens: Steps timed; the median is reported.
@@ -83,14 +94,21 @@ def bench(
         bandwidth: Memory bytes per second of the device; measured by a copy where it is not given.
         memory: Budgets in bytes: at each the largest batch whose cache fits beside the weights is timed too.
         compile: Whether to compile the layers; None for yes on a GPU.
+        engine: `transformers`, `llama.cpp` or `vllm`.
+        cache_type: Of keys and values in llama.cpp: `f16`, `q8_0`, `q4_0`.
+        precision: What llama.cpp gets of a folder: `f16`, `q8_0`.
+        threads: Of llama.cpp.
+        engine_path: Folder of llama.cpp's programs, or the Python that has vLLM.
+        llama_cpp: Sources of llama.cpp, whose converter a folder needs; None for those that `LLAMA_CPP` names.
         trust_remote_code: Run code that comes with a model.
 
     Returns:
         Measured figures of each model.
 
     Raises:
-        UsageError: A number below 1, or the cache does not fit into the device.
-        UnsupportedModelError: An encoder-decoder.
+        UsageError: A number below 1, an option that the engine lacks, no such engine here, or the cache does not fit
+            into the device.
+        UnsupportedModelError: An encoder-decoder, or the engine lacks an architecture.
         CheckpointError: A model cannot be loaded.
 
     Example:
@@ -101,20 +119,32 @@ def bench(
         if value < 1:
             raise UsageError("must be at least 1", where=f"--{name} {value}")
     paths = [str(models)] if isinstance(models, (str, Path)) else [str(path) for path in models]
+    own = {
+        "compile": compile,
+        "memory": memory or None,
+        "cache_type": cache_type,
+        "precision": precision,
+        "threads": threads,
+    }
+    own |= {
+        "engine_path": engine_path,
+        "llama_cpp": llama_cpp,
+        "trust_remote_code": trust_remote_code or None,
+    }
+    own |= {name: value for name, value in (("dtype", dtype), ("device", device)) if value != "auto"}
+    given = {name: value for name, value in own.items() if value is not None}
+    check_options(engine, given)
+    if engine != "transformers":
+        caller = {"llama.cpp": LlamaCpp, "vllm": VLLM}[engine](paths, **given)
+        return _in_engine(engine, caller, paths, batch, context, new_tokens, bandwidth)
     configs = {path: load_config_json(path) for path in paths}
-    for path, config in configs.items():
-        if is_encoder_decoder(config):
-            raise UnsupportedModelError(
-                f"{config.get('model_type')} is an encoder-decoder, and only decoders are timed",
-                where=path,
-                fix="plan says what a decoding step moves",
-            )
+    _check_decoders(configs)
     context, warnings = _within(configs, context)
     where = resolve_device(device)
     number = resolve_dtype(dtype, where, stored_dtype(configs[paths[0]]))
     measured = copy_bandwidth(where)
     result = BenchResult(
-        batch, context, new_tokens, str(number).removeprefix("torch."), str(where), measured, warnings
+        batch, context, new_tokens, str(number).removeprefix("torch."), str(where), engine, measured, warnings
     )
     budgets = [memory] if isinstance(memory, (int, float)) else list(memory)
     for path in paths:
@@ -134,6 +164,51 @@ def bench(
         result.models.append(row)
         del model
     return result
+
+
+def _in_engine(
+    name: str,
+    engine: Engine,
+    paths: Sequence[str],
+    batch: int,
+    context: int,
+    steps: int,
+    bandwidth: float | None,
+) -> BenchResult:
+    """The same table from an engine that measures itself."""
+    _check_decoders(engine.configs)
+    context, warnings = _within(engine.configs, context)
+    if context < 2:
+        raise UsageError("must be at least 2: a prompt and a token", where=f"--context {context}")
+    on_cpu = torch.device("cpu") if engine.device == "cpu" else None
+    for path in paths:
+        cache = engine.cache_size(path, batch, context)
+        if on_cpu is not None and cache:
+            _check_fits(path, int(cache), batch, context, on_cpu)
+    measured = copy_bandwidth(on_cpu) if on_cpu is not None else None
+    result = BenchResult(
+        batch, context, steps, engine.dtype, engine.device, f"{name} {engine.version}", measured, warnings
+    )
+    ceiling = bandwidth or measured
+    for path in paths:
+        row = engine.row(path, batch, context, steps)
+        moved = row.get("step_bytes")
+        row["bytes_per_second"] = moved and moved / row["milliseconds_per_step"] * 1e3
+        row["share_of_bandwidth"] = moved and ceiling and row["bytes_per_second"] / ceiling
+        row["floor_milliseconds"] = moved and ceiling and moved / ceiling * 1e3
+        result.models.append(row | {"budgets": []})
+    return result
+
+
+def _check_decoders(configs: Mapping[str, Mapping[str, Any]]) -> None:
+    """Refuse encoder-decoders."""
+    for path, config in configs.items():
+        if is_encoder_decoder(config):
+            raise UnsupportedModelError(
+                f"{config.get('model_type')} is an encoder-decoder, and only decoders are timed",
+                where=path,
+                fix="plan says what a decoding step moves",
+            )
 
 
 def longest_context(config: Mapping[str, Any]) -> int | None:

@@ -26,7 +26,7 @@ from ..uptraining.model_prep import compile_layers, repeated_layers, undo_compil
 from .fixed_cache import BACKENDS, NAME, FixedCache, Kernel, LayerCache, NotServed, attend, fastest, use
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import Cache, PreTrainedModel
 
 WARM_UP = 3  # steps before the clock starts
 TRIED = 8  # steps that tell whether compiled layers are faster
@@ -316,32 +316,38 @@ def counted_attention() -> Iterator[list[int]]:
 
 @torch.inference_mode()
 def growing_cache(
-    model: PreTrainedModel, batch: int, context: int, steps: int, why: str | None = None
+    model: PreTrainedModel,
+    batch: int,
+    context: int,
+    steps: int,
+    why: str | None = None,
+    cache: Callable[[], Cache | None] = lambda: None,
 ) -> DecodeTimes:
     """Time transformers' own loop with its growing cache, for models that the fixed step does not stand for.
 
     Args:
         model, batch, context, steps: As in `fixed_step`; the last step attends to `context` tokens.
         why: Why the fixed step is not timed.
+        cache: Makes an empty cache; None from it for transformers' usual one.
     """
     prompt = max(1, context - steps - WARM_UP)
     generator = torch.Generator().manual_seed(0)
     vocabulary = int(model.get_output_embeddings().weight.shape[0])  # type: ignore[index, arg-type]
     ids = torch.randint(vocabulary, (batch, prompt), generator=generator).to(model.device)
-    model(input_ids=ids[:1], use_cache=True, logits_to_keep=1)
+    model(input_ids=ids[:1], past_key_values=cache(), use_cache=True, logits_to_keep=1)
     wait(model.device)
     began = time.perf_counter()
-    model(input_ids=ids[:1], use_cache=True, logits_to_keep=1).logits.argmax()
+    model(input_ids=ids[:1], past_key_values=cache(), use_cache=True, logits_to_keep=1).logits.argmax()
     wait(model.device)
     first = time.perf_counter() - began
-    out = model(input_ids=ids, use_cache=True, logits_to_keep=1)
-    cache, token = out.past_key_values, out.logits[:, -1:].argmax(-1)
+    out = model(input_ids=ids, past_key_values=cache(), use_cache=True, logits_to_keep=1)
+    filled, token = out.past_key_values, out.logits[:, -1:].argmax(-1)
     times = []
     with sdpa_kernel(BACKENDS):
         for _ in range(WARM_UP + steps):
             wait(model.device)
             began = time.perf_counter()
-            out = model(input_ids=token, past_key_values=cache, use_cache=True)
+            out = model(input_ids=token, past_key_values=filled, use_cache=True)
             token = out.logits[:, -1:].argmax(-1)
             wait(model.device)
             times.append(time.perf_counter() - began)

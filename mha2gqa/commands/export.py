@@ -121,7 +121,7 @@ def export(
     source, out = Path(model), Path(out)
     config = load_config_json(source)
     check_architecture(config, to)
-    root = _llama_cpp(llama_cpp) if to == "gguf" else None
+    root = llama_cpp_sources(llama_cpp) if to == "gguf" else None
     if to in PACKAGES:
         _require(PACKAGES[to])
     check_output(source, out, force)
@@ -147,44 +147,49 @@ def export(
     return result
 
 
-def check_architecture(config: Mapping[str, Any], to: str) -> None:
+def check_architecture(config: Mapping[str, Any], to: str, where: object = None) -> None:
     """Refuse what the engine is known not to run, before anything is built.
+
+    Args:
+        config: Raw config of the checkpoint.
+        to: The format.
+        where: What the error names; None for the option.
 
     Raises:
         UnsupportedModelError: It names the architecture, and what to do instead.
     """
-    model_type = str(config.get("model_type"))
+    model_type, where = str(config.get("model_type")), where or f"--to {to}"
     if model_type.startswith(PREFIX):
         raise UnsupportedModelError(
             f"{model_type} is a class of its own that runs in transformers only",
-            where=f"--to {to}",
+            where=where,
             fix="convert with --as, where a stock class can hold the heads (GPT-2: --groups 1)",
         )
     if model_type in OTHER_CONFIG.get(to, ()):
         raise UnsupportedModelError(
             f"the engine reads {model_type} only as its old remote code saved it",
-            where=f"--to {to}",
+            where=where,
             fix="use vLLM",
         )
     heads, kv_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
     if model_type in NO_GROUPS.get(to, ()) and kv_heads not in (None, heads):
         raise UnsupportedModelError(
             f"the engine's {model_type} has as many KV heads as query heads",
-            where=f"--to {to}",
+            where=where,
             fix="use vLLM",
         )
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if rope.get("rope_type") == "longrope" and model_type not in OWN_FACTORS:
         raise UnsupportedModelError(
             f"the engine's {model_type} does not read a factor for each rotary pair, which wide heads need",
-            where=f"--to {to}",
+            where=where,
             fix="convert without --wide",
         )
     tied = getattr(known_config(config), "tie_word_embeddings", False)
     if model_type in NO_TIED_HEAD.get(to, ()) and tied:
         raise UnsupportedModelError(
             f"the engine cannot load a {model_type} whose output head is the embedding",
-            where=f"--to {to}",
+            where=where,
             fix="convert with --untie",
         )
 
@@ -215,12 +220,56 @@ def staged(source: Path, config: Mapping[str, Any]) -> Iterator[Path]:
         yield folder
 
 
-def _llama_cpp(folder: str | Path | None) -> Path:
+def write_gguf(
+    source: Path,
+    config: Mapping[str, Any],
+    file: Path,
+    root: Path,
+    precision: str,
+    pre_tokenizer: str | None = None,
+) -> None:
+    """One .gguf file of a checkpoint, its tokenizer unchecked.
+
+    Args:
+        source, config: The checkpoint and its raw config.
+        file: To write.
+        root: Sources of llama.cpp.
+        precision, pre_tokenizer: As in `export`.
+
+    Raises:
+        UnsupportedModelError: The converter knows neither the architecture nor the tokenizer.
+        CheckpointError: It failed.
+    """
+    with staged(source, config) as staging:
+        _gguf(staging, file, root, precision, pre_tokenizer)
+
+
+def supported_architectures(root: Path) -> set[str]:
+    """Classes that llama.cpp's converter lists; none where it does not say.
+
+    Args:
+        root: Sources of llama.cpp.
+    """
+    command = [sys.executable, "-c", RUN_GGUF, str(root), "", "--print-supported-models"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    return set(re.findall(r"- (\w+)$", done.stdout + done.stderr, re.M)) if not done.returncode else set()
+
+
+def llama_cpp_sources(folder: str | Path | None, where: str = "--to gguf") -> Path:
+    """Sources of llama.cpp that hold its converter.
+
+    Args:
+        folder: As given; None for the folder that `LLAMA_CPP` names.
+        where: What the error names.
+
+    Raises:
+        UsageError: There are none; with what to do.
+    """
     named = folder or os.environ.get("LLAMA_CPP")
     if not named:
         raise UsageError(
             "the converter of llama.cpp is needed, which is in no package",
-            where="--to gguf",
+            where=where,
             fix="clone llama.cpp and give its folder by --llama-cpp or LLAMA_CPP; pip install gguf sentencepiece",
         )
     root = Path(named).resolve()
@@ -253,6 +302,8 @@ def _run(command: list[str], what: str) -> None:
             fix=f"say how it splits text by --pre-tokenizer, such as {PRE_TOKENIZERS}; the result is checked",
         )
     last = re.sub(r"\S*/mha2gqa-export-\w+/", "", last)  # where the checkpoint was staged
+    if absent := re.search(r"No module named '(\w+)", last):
+        raise UsageError(f"needs the package {absent[1]}", where=what, fix=f"pip install {absent[1]}")
     if re.search(r"not (currently )?supported|No conversion is registered", last):
         raise UnsupportedModelError(f"lacks this architecture ({last})", where=what)
     raise CheckpointError(last, where=what)
@@ -353,4 +404,14 @@ def _check_onnx(folder: Path, source: Path, lines: list[str]) -> Check:
     return _compare(source, lines, lambda line: list(map(int, tokenizer.encode(line))))
 
 
-__all__ = ["FORMATS", "ExportResult", "check_architecture", "export", "sample_lines", "staged"]
+__all__ = [
+    "FORMATS",
+    "ExportResult",
+    "check_architecture",
+    "export",
+    "llama_cpp_sources",
+    "sample_lines",
+    "staged",
+    "supported_architectures",
+    "write_gguf",
+]

@@ -10,6 +10,8 @@ from .convert import ConvertConfig
 from .option import ADVANCED, CLI, OUTPUT, WHAT, Config, option
 
 Engine = Literal["gguf", "ct2", "onnx"]
+Decoder = Literal["transformers", "llama.cpp", "vllm"]
+CacheType = Literal["f16", "q8_0", "q4_0"]
 GROUP_FLAGS = ("--groups", "--kv-heads")
 
 
@@ -114,7 +116,20 @@ class PlanConfig(Config):
 class BenchConfig(Config):
     """Everything `bench` is asked."""
 
-    models: Any = option(..., "Folders or Hub ids.", WHAT, argument=True, form=tuple[str, ...], where=(CLI,))
+    models: Any = option(
+        ...,
+        "Folders or Hub ids; for llama.cpp folders or .gguf files.",
+        WHAT,
+        argument=True,
+        form=tuple[str, ...],
+        where=(CLI,),
+    )
+    engine: Decoder = option(
+        "transformers",
+        "What decodes. Others than transformers are called where they are installed.",
+        WHAT,
+        where=(CLI,),
+    )
     batch: int = option(1, "Sequences decoded at once.", WHAT, where=(CLI,), range=">= 1")
     context: int = option(
         1024,
@@ -148,6 +163,38 @@ class BenchConfig(Config):
         unset="none",
     )
     compile: bool | None = option(None, "Compile the layers.", ADVANCED, where=(CLI,), unset="on a GPU")
+    cache_type: CacheType | None = option(
+        None, "How llama.cpp stores keys and values.", WHAT, where=(CLI,), unset="f16"
+    )
+    precision: str | None = option(
+        None,
+        "What llama.cpp gets of a folder, as export names it: f16, q8_0.",
+        WHAT,
+        metavar="NAME",
+        where=(CLI,),
+        unset="f16",
+    )
+    threads: int | None = option(
+        None, "Threads of llama.cpp.", ADVANCED, where=(CLI,), range=">= 1", unset="its own choice"
+    )
+    engine_path: Any = option(
+        None,
+        "Where the engine is: the folder of llama.cpp's programs, or the Python that has vLLM.",
+        ADVANCED,
+        metavar="PATH",
+        form=str | None,
+        where=(CLI,),
+        unset="PATH for llama.cpp, this Python for vLLM",
+    )
+    llama_cpp: Any = option(
+        None,
+        "Sources of llama.cpp, whose converter a folder needs.",
+        ADVANCED,
+        metavar="DIR",
+        form=str | None,
+        where=(CLI,),
+        unset="the folder that LLAMA_CPP names",
+    )
     trust_remote_code: bool = option(False, "Run the models' own code (dangerous).", ADVANCED, where=(CLI,))
 
 

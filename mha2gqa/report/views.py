@@ -310,14 +310,16 @@ def _bench(data: Data) -> Iterable[Block]:
             row["path"],
             human_count(row["tokens_per_second"]),
             significant(row["milliseconds_per_step"]),
-            human_bytes(row["kv_bytes"]),
-            human_bytes(row["step_bytes"]),
-            f"{human_bytes(row['bytes_per_second'])}/s" + _share(row),
+            _size(row["kv_bytes"]),
+            _size(row["step_bytes"]),
+            _size(row["bytes_per_second"], "/s") + _share(row),
             f"{significant(row['first_token_milliseconds'])} ms",
         ]
         for row in models
     ]
     where = f"batch {data['batch']}, context {data['context']:,}, {data['dtype']} on {data['device']}"
+    if data.get("engine", "transformers") != "transformers":
+        where = f"{data['engine']}: {where}"
     if data.get("copy_bandwidth"):
         where += f", which copies {human_bytes(data['copy_bandwidth'])}/s"
     yield from (Line(where), BLANK, Table(columns, rows), BLANK)
@@ -327,6 +329,11 @@ def _bench(data: Data) -> Iterable[Block]:
     )
     own = [f"{row['path']}: {warning}" for row in models for warning in row.get("warnings", ())]
     yield from _warnings({**data, "warnings": [*data.get("warnings", ()), *own]})
+
+
+def _size(number: float | None, unit: str = "") -> str:
+    """Bytes, or a dash where the engine did not say."""
+    return "–" if number is None else f"{human_bytes(number)}{unit}"
 
 
 def _share(row: Data) -> str:

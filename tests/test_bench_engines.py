@@ -31,11 +31,13 @@ elif "--list-devices" in words:
 else:
     (here / "asked.json").write_text(json.dumps(words))
     value = lambda flag: words[words.index(flag) + 1]
-    pp, tg, pl = int(value("-npp")), int(value("-ntg")), int(value("-npl"))
+    pp, tg, pl = int(value("-npp").split(",")[0]), int(value("-ntg")), int(value("-npl"))
     if not pathlib.Path(value("-m")).exists():
         sys.exit("error: unable to load model")
     print("llama_kv_cache: size =    2.00 MiB (   256 cells,   2 layers,  2/ 2 seqs), K (f16): 1 MiB", file=sys.stderr)
-    print(json.dumps({{"pp": pp, "tg": tg, "pl": pl, "n_kv": {n_kv}, "t_pp": 0.5, "t_tg": 0.01 * tg, "n_threads": 3}}))
+    for pp in (pp, 1):
+        n_kv = {n_kv}
+        print(json.dumps(dict(pp=pp, tg=tg, pl=pl, n_kv=n_kv, t_pp=0.5, t_tg=0.01 * tg, n_threads=3)))
 """
 CONVERTER = """
 import argparse, pathlib, sys
@@ -99,7 +101,7 @@ def test_llama_cpp_measures_a_folder_and_a_file_in_the_same_table(model: Path, t
     assert folder["bytes_per_second"] == pytest.approx(folder["step_bytes"] / 0.01)
     assert folder["share_of_bandwidth"] == pytest.approx(folder["bytes_per_second"] / 1e6)
     asked = json.loads((tools / "asked.json").read_text())
-    assert asked[asked.index("-c") + 1 :][:7] == ["128", "-npp", "60", "-ntg", "4", "-npl", "2"]
+    assert asked[asked.index("-c") + 1 :][:7] == ["128", "-npp", "60,1", "-ntg", "4", "-npl", "2"]
     assert asked[asked.index("-ctk") + 1] == asked[asked.index("-ctv") + 1] == "q8_0"
     assert asked[-4:] == ["-t", "3", "-dev", "none"]
     said = render(result.to_dict())

@@ -110,6 +110,7 @@ def setup_of(args: argparse.Namespace) -> dict[str, Any]:
         **{key: getattr(args, key) for key in keys},
         "device": torch.cuda.get_device_name() if cuda else "CPU",
         "versions": versions,
+        "command": "benchmarks/quantised_cache.py",
     }
 
 

@@ -6,7 +6,7 @@ import importlib.util
 import json
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -167,3 +167,81 @@ def test_the_page_says_what_storing_costs_and_orders_caches_by_bytes() -> None:
     assert "| original, 16 KV heads | q4_0 | 576 | 28% | 3.0500 | +0.0500 |" in text
     assert "GQA-4, calibrated on 1,000 tokens" in text
     assert served(None) == "" and served({"rows": []}) == ""
+    assert "have not been compared" in text
+    timed = [
+        {
+            "kv_heads": heads, "weights": "f16", "cache": cache, "tokens_per_second": speed, "rounds": [{}],
+            "weight_bytes": 2e9, "kv_bytes": 3e9,
+        }
+        for heads, cache, speed in ((32, "f16", 10.0), (32, "q4_0", 12.0), (8, "f16", 25.0), (8, "q4_0", 30.0))
+    ]  # fmt: skip
+    shape = {"layers": 8, "hidden": 2048, "heads": 32, "share": 4, "batch": 8, "context": 4096, "threads": 2}
+    speeds = {"rows": timed, "setup": shape, "engine": "llama.cpp 1", "hardware": {"cpu": "C"}}
+    text = served(record, speeds)
+    assert "| original, 16 KV heads | q4_0 | 576 | 28% | 3.0500 | +0.0500 | 12.0 (×1.20) |" in text
+    assert "| GQA-4 | f16 | 512 | 25% | 3.1000 | +0.1000 | 25.0 (×2.50) |" in text
+    assert "fewer heads decode ×2.50, a 4-bit cache of about the same bytes ×1.20" in text
+    assert "both together ×3.00" in text and "have not been compared" not in text
+    of_two = speeds | {"setup": shape | {"share": 2}}  # another share of heads: no figure of that form
+    assert "| GQA-4 | f16 | 512 | 25% | 3.1000 | +0.1000 |  |" in served(record, of_two)
+
+
+def test_quantised_caches_of_transformers_are_measured_and_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    speed = script("quantised_cache.py")
+    words = [
+        "x",
+        "--tiny",
+        "--device",
+        "cpu",
+        "--caches",
+        "plain",
+        "fp8",
+        "quanto-4",
+        "--out",
+        str(tmp_path / "q.json"),
+    ]
+    monkeypatch.setattr(sys, "argv", words)
+    speed.main()
+    speed.main()  # every row is there
+    record = json.loads((tmp_path / "q.json").read_text())
+    assert [(row["kv_heads"], row["cache"]) for row in record["rows"]] == [
+        (heads, cache) for heads in (8, 2) for cache in ("plain", "fp8", "quanto-4")
+    ]
+    plain, eight, missing = record["rows"][:3]
+    assert plain["tokens_per_second"] > 0 and plain["cache_bytes"] == 4 * eight["cache_bytes"]
+    assert missing["tokens_per_second"] is None and "optimum-quanto" in missing["reason"]
+    assert plain["cache_bytes"] == 4 * record["rows"][3]["cache_bytes"]
+    sys.path.insert(0, str(BENCHMARKS / "engines"))
+    page = script("engines/speed_page.py")
+    text = page.gpu(record)
+    assert "| 8 KV heads | plain | 2 | 70 |" in text and "quanto" not in text and page.gpu(None) == ""
+
+
+def test_served_speeds_are_measured_in_turn_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sys.path.insert(0, str(BENCHMARKS / "engines"))
+    speed = script("engines/served_speed.py")
+    asked: list[tuple[str, str]] = []
+
+    def bench(file: Path, *, cache_type: str, **more: Any) -> Any:
+        asked.append((file.stem, cache_type))
+        row = dict.fromkeys(("first_token_milliseconds", "kv_bytes", "weight_bytes", "step_bytes"), 1.0)
+        return SimpleNamespace(
+            models=[row | {"tokens_per_second": float(len(asked))}], engine="llama.cpp 1", copy_bandwidth=1e9
+        )
+
+    monkeypatch.setattr(speed, "bench", bench)
+    monkeypatch.setattr(speed, "llama_cpp_sources", Path)
+    monkeypatch.setattr(speed, "write_gguf", lambda folder, raw, file, *rest: file.write_text(str(folder)))
+    command = ["x", "--tiny", "--llama-cpp", "s", "--llama-cpp-bin", "b", "--work", str(tmp_path / "w")]
+    monkeypatch.setattr(sys, "argv", [*command, "--rounds", "2", "--out", str(tmp_path / "s.json")])
+    speed.main()
+    order = [(f"{h}-{w}", c) for w in ("f16", "q8_0") for h in (8, 2) for c in ("f16", "q8_0", "q4_0")]
+    assert asked == [*order, *order]
+    speed.main()
+    assert len(asked) == 24
+    rows = json.loads((tmp_path / "s.json").read_text())["rows"]
+    assert [row["tokens_per_second"] for row in rows] == [7.0 + i for i in range(12)]
+    assert rows[0]["cache_bytes_per_token"] == 4 * rows[3]["cache_bytes_per_token"] == 2 * 2 * 8 * 32 * 2
+    assert (tmp_path / "w" / "2" / "tokenizer.json").exists()

@@ -14,7 +14,9 @@ from served_page import served
 
 ROOT = Path(__file__).parents[2]
 RESULTS, PAGE = ROOT / "benchmarks/results/engines.json", ROOT / "docs/serving.md"
-SERVED = ROOT / "benchmarks/results/served_quality.json"
+SERVED, SPEED, QUANTISED = (
+    ROOT / f"benchmarks/results/{name}.json" for name in ("served_quality", "served_speed", "quantised_cache")
+)
 
 WHAT = {
     "llama-g4": "Llama, 16 → 4 heads",
@@ -176,7 +178,20 @@ it works, but the cache no longer shrinks with the devices. So G should be a mul
 
 `mha2gqa bench ORIGINAL OUT --batch 16 --context 4096 --memory 80GB` times the decode step that servers run (full
 cache, no mask, shared heads read as they are; on a GPU compiled layers in a CUDA graph), says which share of the
-device's own copy bandwidth it uses, and times the largest batch that a memory budget holds.
+device's own copy bandwidth it uses, and times the largest batch that a memory budget holds. Other engines measure
+themselves, in the same table:
+
+<!-- not run: engines are not installed where the tests run -->
+```sh
+mha2gqa bench ORIGINAL OUT --engine llama.cpp --precision q8_0 --cache-type q8_0 --batch 4 --context 4096 \\
+  --llama-cpp llama.cpp --engine-path llama.cpp/build/bin
+mha2gqa bench ORIGINAL OUT --engine vllm --batch 16 --context 4096
+```
+
+llama.cpp is asked through its `llama-batched-bench` (folders are exported first, or give .gguf files), vLLM through its Python
+API, where a step is what more tokens take longer over cached prompts. Ceilings are left out where an engine does not say what
+it moves.
+
 As a draft for assisted decoding a result gives the original's tokens exactly, but it is as deep as the original: it
 saves cache, not time.
 
@@ -298,12 +313,16 @@ def page(data: dict[str, Any]) -> str:
         controls=controls,
         stated=stated,
     )
-    quality = served(json.loads(SERVED.read_text(encoding="utf-8")) if SERVED.exists() else None)
+    quality = served(*(_record(path) for path in (SERVED, SPEED, QUANTISED)))
     return (
         text
         + reasons(data)
         + LIMITS.replace("## How fast", f"{quality}\n## How fast" if quality else "## How fast")
     )
+
+
+def _record(path: Path) -> dict[str, Any] | None:
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
 def main() -> None:

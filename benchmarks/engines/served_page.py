@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+from speed_page import about_cpu, gpu, speed_of, weights_of
 
 Record = Mapping[str, Any]
 
@@ -17,8 +22,14 @@ Measured with {llama_cpp} (llama.cpp), {packages}; {hardware}.
 """
 
 
-def served(record: Record | None) -> str:
-    """The section; empty where nothing was measured."""
+def served(record: Record | None, speed: Record | None = None, quantised: Record | None = None) -> str:
+    """The section; empty where nothing was measured.
+
+    Args:
+        record: Losses.
+        speed: Tokens per second in llama.cpp.
+        quantised: Of transformers' quantised caches.
+    """
     if not record or not record["rows"]:
         return ""
     protocol = record["protocol"]
@@ -32,7 +43,8 @@ def served(record: Record | None) -> str:
         packages=", ".join(f"{name} {number}" for name, number in record["packages"].items()),
         hardware=f"{record['hardware']['cpu']}, {record['hardware']['cores']} cores",
     )
-    return "\n".join([head, _weights(record), "", CACHES_HEAD, _caches(record), ""])
+    parts = [head, _weights(record), "", CACHES_HEAD, _caches(record, speed), "", gpu(quantised)]
+    return "\n".join(parts).rstrip("\n") + "\n"
 
 
 def _made(record: Record) -> str:
@@ -96,17 +108,17 @@ def _name(record: Record, name: str) -> str:
 CACHES_HEAD = """### Fewer heads or fewer bits
 
 KV caches in 8 and 4 bits (llama.cpp's `-ctk` and `-ctv`; scales counted) are what people do instead, and they work with fewer
-heads too. Sorted by the bytes that a token takes; weights in float32.
+heads too. Sorted by the bytes that a token takes; losses with weights in float32.
 """
 
 CACHES_TAIL = """
 This GQA-4 is a small conversion, merged and refitted on a processor; after all fits, and after distillation, GQA-4 loses a
 small part of that ([quality on unseen text](results/quality.md)). On loss alone the original with a 4-bit cache, at about the
 same bytes, is ahead of every GQA-4 measured so far on this model: where the engine has such a cache, try it first, and
-share heads to go below it. Tokens per second of the two have not been compared."""
+share heads to go below it."""
 
 
-def _caches(record: Record) -> str:
+def _caches(record: Record, speed: Record | None) -> str:
     rows = [row for row in record["rows"] if row["engine"] == "llama.cpp" and row["weights"] == "f32"]
 
     def size(row: Record) -> float:
@@ -114,13 +126,24 @@ def _caches(record: Record) -> str:
 
     whole = max(map(size, rows))
     base = next(r["loss"] for r in rows if r["model"] == "original" and r["cache"] == "f16")
-    lines = [
-        "| | cache | bytes per token | of the original's | loss | above the original |",
-        "|---|---|---|---|---|---|",
-    ]
+    timed = weights_of(speed)
+    head = ["cache", "bytes per token", "of the original's", "loss", "above the original"]
+    head += [f"tokens/s, {weights} weights" for weights in timed]
+    lines = ["| | " + " | ".join(head) + " |", "|---" * (len(head) + 1) + "|"]
     for row in sorted(rows, key=size, reverse=True):
-        lines.append(
-            f"| {_name(record, row['model'])} | {row['cache']} | {size(row):,.0f} | {size(row) / whole:.0%} | "
-            f"{row['loss']:.4f} | {row['loss'] - base:+.4f} |"
-        )
-    return "\n".join([*lines, CACHES_TAIL])
+        cells = [_name(record, row["model"]), row["cache"], f"{size(row):,.0f}", f"{size(row) / whole:.0%}"]
+        cells += [f"{row['loss']:.4f}", f"{row['loss'] - base:+.4f}"]
+        same = _same_share(record, speed, row["model"])
+        cells += [speed_of(speed, row["model"] == "original", row["cache"], w) if same else "" for w in timed]
+        lines.append("| " + " | ".join(cells) + " |")
+    about = ["", about_cpu(speed)] if speed and timed else []
+    open_end = "" if timed else " Tokens per second of the two have not been compared."
+    return "\n".join([*lines, *about, CACHES_TAIL + open_end])
+
+
+def _same_share(record: Record, speed: Record | None, name: str) -> bool:
+    """Whether the timed form shares heads as this model does."""
+    if name == "original" or speed is None:
+        return True
+    heads = [record["models"][model]["kv_heads"] for model in ("original", name)]
+    return bool(heads[0] == heads[1] * speed["setup"]["share"])

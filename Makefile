@@ -9,7 +9,7 @@ export TOKENIZERS_PARALLELISM = false
 # Tests start many interpreters: each would compile the package anew where byte code is not written.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test slow lint docs-reference format docs pages faults fuzz fuzz-long kills kills-long archs oracles bench real engines engines-vllm clean
+.PHONY: demo test slow lint docs-reference format docs pages faults fuzz fuzz-long kills kills-long archs oracles bench real engines engines-bench engines-vllm clean
 
 $(VENV)/.installed: pyproject.toml constraints-cpu.txt
 	$(PYTHON) -m venv $(VENV)
@@ -113,6 +113,12 @@ engines: $(VENV)/.installed
 	MHA2GQA_TRANSFORMERS4=build/engines/transformers4 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_transformers4.py
 	$(BIN)/python benchmarks/engines/suite.py
 	$(BIN)/python benchmarks/engines/page.py
+
+# `bench` in the real llama.cpp, whose measuring programs are built here; with the environment of `engines-vllm`, in vLLM too.
+engines-bench: $(VENV)/.installed
+	$(ENGINES) environments llama-bench
+	LLAMA_CPP=build/engines/llama.cpp MHA2GQA_LLAMA_CPP_BIN=build/engines/llama.cpp-bin MHA2GQA_VLLM=build/engines/vllm/bin/python \
+	  PYTHONPATH=$(CURDIR) build/engines/venv/bin/python -m pytest -m slow -k real tests/test_bench_engines.py
 
 # The same in vLLM's CPU build (3.5 GB more).
 engines-vllm: $(VENV)/.installed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,18 @@ import pytest
 import torch
 from conftest import word_tokenizer
 from pico_models import model_class, pico_config
+from transformers import LlamaConfig
 
+from mha2gqa.assets import tiny_model_path
 from mha2gqa.commands import bench as bench_module
 from mha2gqa.commands import bench_engines
 from mha2gqa.commands.bench import bench
+from mha2gqa.conversion.checkpoint import convert
 from mha2gqa.errors import CheckpointError, UnsupportedModelError, UsageError
+from mha2gqa.kv_cache import kv_bytes
 from mha2gqa.report.terminal import render
+
+SOURCES = os.environ.get("LLAMA_CPP", "")  # of the real llama.cpp
 
 # A llama-batched-bench that answers as the real one does, and writes down what it was asked.
 TOOL = """#!{python}
@@ -259,6 +266,52 @@ def test_vllm_is_asked_in_a_process_of_its_own(model: Path, tmp_path: Path) -> N
     with pytest.raises(UnsupportedModelError, match="transformers only"):
         (tmp_path / "new" / "config.json").write_text('{"model_type": "gqa_t5"}')
         bench(tmp_path / "new", **words)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    "MHA2GQA_LLAMA_CPP_BIN" not in os.environ, reason="make engines-bench builds llama.cpp's programs"
+)
+def test_the_real_llama_cpp_decodes_a_folder_and_says_how_large_its_cache_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LLAMA_CPP", SOURCES)
+    model = tmp_path / "model"
+    shape = {"hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 8, "num_hidden_layers": 2}
+    model_class("llama")(LlamaConfig(vocab_size=8192, intermediate_size=256, **shape)).save_pretrained(model)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(tiny_model_path() / name, model / name)
+    convert(model, tmp_path / "out", 2)
+    for cache, bits in (("f16", 16.0), ("q8_0", 8.5)):
+        words: dict[str, Any] = {"engine_path": os.environ["MHA2GQA_LLAMA_CPP_BIN"], "cache_type": cache}
+        result = bench(
+            [model, tmp_path / "out"], engine="llama.cpp", batch=2, context=128, new_tokens=8, **words
+        )
+        full, grouped = result.models
+        assert (
+            result.device == "cpu" and full["tokens_per_second"] > 0 and full["first_token_milliseconds"] > 0
+        )
+        numbers = kv_bytes(
+            json.loads((model / "config.json").read_text()), batch=2, context=128, dtype_bytes=1
+        )
+        assert full["kv_bytes"] == pytest.approx(
+            numbers * bits / 8, abs=11_000
+        )  # said in hundredths of a MiB
+        assert grouped["kv_bytes"] < full["kv_bytes"] and grouped["weight_bytes"] < full["weight_bytes"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not Path(os.environ.get("MHA2GQA_VLLM", "absent")).exists(), reason="make engines-vllm installs vLLM"
+)
+def test_the_real_vllm_decodes_a_folder(model: Path, tmp_path: Path) -> None:
+    convert(model, tmp_path / "out", 2)
+    words: dict[str, Any] = {"engine_path": os.environ["MHA2GQA_VLLM"], "dtype": "float32"}
+    full, grouped = bench(
+        [model, tmp_path / "out"], engine="vllm", batch=2, context=96, new_tokens=16, **words
+    ).models
+    assert full["tokens_per_second"] > 0 and grouped["tokens_per_second"] > 0
+    assert full["kv_bytes"] == 4 * grouped["kv_bytes"] and full["weight_bytes"] > grouped["weight_bytes"]
 
 
 def test_what_runs_beside_vllm_imports_nothing_of_the_package() -> None:

@@ -119,7 +119,7 @@ def bench(
         if value < 1:
             raise UsageError("must be at least 1", where=f"--{name} {value}")
     paths = [str(models)] if isinstance(models, (str, Path)) else [str(path) for path in models]
-    own = {
+    own: dict[str, Any] = {
         "compile": compile,
         "memory": memory or None,
         "cache_type": cache_type,

@@ -37,6 +37,7 @@ USES = {
     "vllm": {"dtype", "engine_path", "trust_remote_code"},
 }
 CACHE_LINE = re.compile(r"size = +([\d.]+) MiB \( *(\d+) cells.*seqs")
+LOG_PREFIX = re.compile(r"^[\d.]+ [A-Z] ")  # time and level of a line
 VLLM_SCRIPT = Path(__file__).with_name("in_vllm.py")
 
 
@@ -165,7 +166,7 @@ class LlamaCpp:
         """As `Engine` has it. The last of the timed steps attends to `context` tokens."""
         with self._file(path) as file:
             for _ in range(ATTEMPTS):
-                said = self._run(file, batch, context, steps)
+                said = self._run(file, path, batch, context, steps)
                 if answer := _answer(said):
                     break
             size = file.stat().st_size
@@ -188,11 +189,10 @@ class LlamaCpp:
 
     def cache_size(self, path: str, batch: int, context: int) -> float | None:
         """Bytes of cache that a model will need, None where only the engine knows."""
-        config = self.configs.get(path)
-        return (
-            config
-            and kv_bytes(config, batch=batch, context=context, dtype_bytes=1) * BITS[self.cache_type] / 8
-        )
+        if path not in self.configs:
+            return None
+        numbers = kv_bytes(self.configs[path], batch=batch, context=context, dtype_bytes=1)
+        return numbers * BITS[self.cache_type] / 8
 
     @contextmanager
     def _file(self, path: str) -> Iterator[Path]:
@@ -212,7 +212,7 @@ class LlamaCpp:
                 write_gguf(Path(path), self.configs[path], file, self.sources, self.precision, "gpt-2")
             yield file
 
-    def _run(self, file: Path, batch: int, context: int, steps: int) -> str:
+    def _run(self, file: Path, path: str, batch: int, context: int, steps: int) -> str:
         steps = min(steps, context - 1)
         # The tool may end before its last lines are written: a second, short measurement follows the one that counts.
         words = [self.tool, "-m", file, "-c", batch * context, "-npp", f"{context - steps},1", "-ntg", steps]
@@ -220,7 +220,7 @@ class LlamaCpp:
         words += ["--output-format", "jsonl", "-lv", 4]  # at this level it says how large the cache is
         words += ["-t", self.threads] if self.threads else []
         words += ["-dev", "none" if self.device == "cpu" else self.device] if self.device else []
-        return _said(words, file)
+        return _said(words, path)
 
 
 def _tool(folder: str | Path | None) -> str:
@@ -250,16 +250,16 @@ def _said(words: Sequence[Any], where: object) -> str:
     """What a program printed on both streams.
 
     Raises:
-        CheckpointError: It failed; with the last line that tells of an error.
+        CheckpointError: It failed; with the first line that tells of an error.
     """
     done = subprocess.run(
         list(map(str, words)), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
     )
     if done.returncode:
         lines = [line.strip() for line in done.stdout.splitlines() if line.strip()]
-        telling = [line for line in lines if re.search(r"error|fail|unable|unknown|not ", line, re.I)]
-        last = (telling or lines or [f"exit status {done.returncode}"])[-1]
-        raise CheckpointError(f"{Path(str(words[0])).name}: {last}", where=where)
+        telling = [line for line in lines if re.search(r"^[\d.]+ E |\berror\b|failed", line)]
+        first = (telling or lines[-1:] or [f"exit status {done.returncode}"])[0]
+        raise CheckpointError(f"{Path(str(words[0])).name}: {LOG_PREFIX.sub('', first)}", where=where)
     return done.stdout
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from .checkpoints.hf_config import (
@@ -22,6 +23,7 @@ from .checkpoints.hf_config import (
 )
 from .checkpoints.json_files import RESTORE
 from .errors import CheckpointError, quoted
+from .modeling import EXPORTS
 
 # Stock classes that accept `num_key_value_heads` and ignore it: they cache every head.
 IGNORE_KV_HEADS = frozenset(
@@ -31,6 +33,12 @@ MULTI_QUERY = frozenset({"falcon", "gpt_bigcode"})  # `multi_query` caches one h
 NO_CACHE = frozenset({"linear_attention", "mamba", "mamba2", "conv", "recurrent", "rwkv", "moe", "mlp"})
 SLIDING = frozenset({"sliding_attention", "chunked_attention", "hybrid_sliding"})
 
+_DECODER_LAYERS = (
+    "decoder_layers", "num_decoder_layers", "decoder_num_hidden_layers", "num_layers", "num_hidden_layers",
+)  # fmt: skip
+_DECODER_HEADS = (
+    "decoder_attention_heads", "num_heads", "decoder_num_attention_heads", "num_attention_heads",
+)  # fmt: skip
 ROUTED_EXPERTS = re.compile(r"(^|\.)experts\.")  # `shared_experts` are read for every token
 
 
@@ -281,32 +289,32 @@ def _kv_heads(text: Mapping[str, Any], values: Any, heads: int) -> int:
 
 def _encoder_decoder(text: Mapping[str, Any], values: Any) -> tuple[KVLayer, ...]:
     """Self- and cross-attention of every decoder layer (T5, BART, Whisper and their like)."""
-    layers = positive(
-        first_value(
-            values, "decoder_layers", "num_decoder_layers", "decoder_num_hidden_layers", "num_layers"
-        ),
-        "decoder layers",
-    )
-    heads = positive(
-        first_value(
-            values,
-            "decoder_attention_heads",
-            "num_heads",
-            "decoder_num_attention_heads",
-            "num_attention_heads",
-        ),
-        "heads",
-    )
+    part = _decoder_part(text)
+    values = values if part is None else known_config(part)
+    layers = positive(first_value(values, *_DECODER_LAYERS), "decoder layers")
+    heads = positive(first_value(values, *_DECODER_HEADS), "heads")
     dim = optional(first_value(values, "d_kv", "head_dim"), "d_kv")
     dim = dim or positive(first_value(values, "d_model", "hidden_size"), "d_model") // heads
-    # Stock classes know no KV-head count (Whisper's is an alias of the *encoder's* heads); a class
-    # exported beside its checkpoint has a type of its own, or maps to its code.
-    from transformers import CONFIG_MAPPING
+    if (
+        text.get("model_type") in EXPORTS
+    ):  # these classes know no such count, Whisper's is of the *encoder's* heads
+        stated = SimpleNamespace(**(text if part is None else part)) if "auto_map" in text else None
+    else:
+        stated = values
+    own, cross = (heads, heads) if stated is None else _own_and_cross(stated, heads)
+    cross_dim = optional(getattr(values, "cross_head_dim", None), "cross_head_dim") or dim
+    return (KVLayer(own, dim, dim), KVLayer(cross, cross_dim, cross_dim, cross=True)) * layers
 
-    own = cross = heads
-    if text.get("model_type") not in CONFIG_MAPPING or "auto_map" in text:
-        named = text.get("decoder_num_key_value_heads") or text.get("num_key_value_heads")
-        own = heads if named is None else positive(named, "num_key_value_heads")
-        named = text.get("num_cross_key_value_heads")  # a name of our exported classes
-        cross = own if named is None else positive(named, "num_cross_key_value_heads")
-    return (KVLayer(own, dim, dim), KVLayer(cross, dim, dim, cross=True)) * layers
+
+def _decoder_part(text: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The raw config of the decoder, where it is a part of the model with one of its own."""
+    found = (text.get(key) for key in ("decoder", "decoder_config"))
+    return next((part for part in found if isinstance(part, Mapping)), None)
+
+
+def _own_and_cross(values: Any, heads: int) -> tuple[int, int]:
+    """KV heads of self- and of cross-attention."""
+    named = first_value(values, "decoder_num_key_value_heads", "num_key_value_heads")
+    own = heads if named is None else positive(named, "num_key_value_heads")
+    named = first_value(values, "num_cross_key_value_heads", "cross_num_key_value_heads")
+    return own, own if named is None else positive(named, "num_cross_key_value_heads")

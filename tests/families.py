@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,18 @@ WHISPER = BART | {"num_mel_bins": 8, "max_source_positions": 12, "max_target_pos
 MOONSHINE: dict[str, Any] = IDS | {
     "hidden_size": 96, "intermediate_size": 48, "encoder_num_hidden_layers": 1, "decoder_num_hidden_layers": 2,
     "encoder_num_attention_heads": H, "decoder_num_attention_heads": H, "decoder_start_token_id": 2,
+}  # fmt: skip
+MUSICGEN: dict[str, Any] = {
+    "text_encoder": {**T5, "model_type": "t5"},
+    "audio_encoder": {
+        "model_type": "encodec", "hidden_size": 16, "num_filters": 4, "codebook_size": 64, "codebook_dim": 16,
+        "upsampling_ratios": [20, 20], "num_lstm_layers": 1, "target_bandwidths": [1.5],
+    },
+    "decoder": {
+        "model_type": "musicgen_decoder", "vocab_size": 64, "hidden_size": 48, "ffn_dim": 48, "num_hidden_layers": 2,
+        "num_attention_heads": H, "num_codebooks": 2, "max_position_embeddings": 64, "pad_token_id": 64,
+        "bos_token_id": 64, "dropout": 0.0,
+    },
 }  # fmt: skip
 GPT2: dict[str, Any] = IDS | {
     "n_embd": 32, "n_layer": 2, "n_head": H, "n_positions": 64,
@@ -63,6 +76,7 @@ PICOS: dict[str, tuple[str, dict[str, Any]]] = {
         "moonshine",
         {**MOONSHINE, "pad_head_dim_to_multiple_of": 8, "attention_bias": True},
     ),
+    "musicgen": ("musicgen", MUSICGEN),
     "gpt2": ("gpt2", GPT2),
     "opt": ("opt", OPT),
     "opt-350m": ("opt", {**OPT, "do_layer_norm_before": False, "word_embed_proj_dim": 16}),
@@ -75,7 +89,9 @@ PICOS: dict[str, tuple[str, dict[str, Any]]] = {
 CASES = [
     (name, attention)
     for name, (model_type, _) in PICOS.items()
-    for attention in (("eager",) if model_type in ("bloom", "mpt", "gpt_neo") else ("eager", "sdpa"))
+    for attention in (
+        ("eager",) if model_type in ("bloom", "mpt", "gpt_neo", "musicgen") else ("eager", "sdpa")
+    )
 ]
 
 
@@ -89,7 +105,7 @@ def stock_model(name: str, attention: str = "eager") -> nn.Module:
     model_type, changes = PICOS[name]
     model_class = getattr(transformers, export_of(name).stock[0])
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(model_type, **changes)
+    config = transformers.AutoConfig.for_model(model_type, **copy.deepcopy(changes))
     model = model_class._from_config(config, attn_implementation=attention).eval()
     with torch.no_grad():
         for parameter in (p for p in model.parameters() if p.requires_grad):  # sinusoids are not saved
@@ -113,6 +129,8 @@ def inputs(name: str, rows: int = 3) -> dict[str, Tensor]:
         return {"input_features": torch.randn(rows, 8, 24, generator=generator), "decoder_input_ids": ids(7)}
     if PICOS[name][0] == "moonshine":
         return {"input_values": torch.randn(rows, 3000, generator=generator), "decoder_input_ids": ids(7)}
+    if PICOS[name][0] == "musicgen":  # rows of each codebook
+        return {"input_ids": ids(11), "decoder_input_ids": torch.cat([ids(7), ids(7)])}
     return {"input_ids": ids(11), "decoder_input_ids": ids(7)}
 
 

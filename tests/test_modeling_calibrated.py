@@ -27,7 +27,20 @@ from mha2gqa.heads import AttentionWeights, permute_queries, query_order, split,
 from mha2gqa.reconstruct import ReconstructConfig
 
 GROUPS = {"self": 2, "cross": 2}
-FAMILIES = ["t5", "umt5", "bart", "whisper", "moonshine", "gpt2", "opt", "gpt_neo", "biogpt", "bloom", "mpt"]
+FAMILIES = [
+    "t5",
+    "umt5",
+    "bart",
+    "whisper",
+    "moonshine",
+    "musicgen",
+    "gpt2",
+    "opt",
+    "gpt_neo",
+    "biogpt",
+    "bloom",
+    "mpt",
+]
 
 
 def symmetric_copies(

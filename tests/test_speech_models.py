@@ -1,12 +1,15 @@
-"""Moonshine, which hears samples: calibrated, scored and uptrained on recordings, its padding left out."""
+"""Moonshine goes the whole way on recordings; MusicGen, which writes codes of sound, is converted and no more."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from families import stock_model
+from pico_models import pico_config
 from seq2seq_models import audio_folder, saved_moonshine
 
 from mha2gqa.architectures import find_spec
@@ -14,9 +17,11 @@ from mha2gqa.calibration import collect
 from mha2gqa.checkpoints.hf_config import load_config_json
 from mha2gqa.checkpoints.loading import load_model
 from mha2gqa.commands.estimate import plan
-from mha2gqa.conversion.checkpoint import convert
+from mha2gqa.conversion.checkpoint import convert, convert_model
+from mha2gqa.errors import UnsupportedModelError
 from mha2gqa.evaluation import evaluate
-from mha2gqa.kv_cache import kv_layers
+from mha2gqa.kv_cache import kv_bytes, kv_layers
+from mha2gqa.report.terminal import render
 from mha2gqa.uptraining import uptrain
 from mha2gqa.verification.checks import verify
 
@@ -73,3 +78,59 @@ def test_silence_behind_samples_is_not_counted(moonshine: Path) -> None:
 
     whole, cut = counted(input_values=padded), counted(input_values=samples)
     assert abs(counted(input_values=padded, attention_mask=mask) - cut) <= 2 < whole - cut
+
+
+# --- MusicGen -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def musicgen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("musicgen") / "in"
+    stock_model("musicgen").save_pretrained(folder)
+    return folder
+
+
+def test_musicgen_is_converted_in_its_decoder_alone(musicgen: Path, tmp_path: Path) -> None:
+    made = convert(musicgen, tmp_path / "out", 2)
+    assert [check.name for check in made.verification if check.ok] == [
+        "files", "tensor names", "shapes", "modelling code", "loads", "twin oracles",
+    ]  # fmt: skip
+    before, after = (load_config_json(folder) for folder in (musicgen, tmp_path / "out"))
+    counts = {"num_key_value_heads": 2, "num_cross_key_value_heads": 2}
+    assert after["decoder"] == before["decoder"] | counts and "num_key_value_heads" not in after
+    assert (
+        after["text_encoder"] == before["text_encoder"] and after["audio_encoder"] == before["audio_encoder"]
+    )
+    assert [layer.heads for layer in kv_layers(after)] == [2] * 4
+    assert [layer.heads for layer in kv_layers(before)] == [8] * 4
+    assert verify(tmp_path / "out", against=musicgen, full=True).ok
+    assert made.recommended == f"mha2gqa verify {tmp_path / 'out'} --against {musicgen} --full"
+    assert any("converted without data, and not measured" in warning for warning in made.warnings)
+    small = load_model(tmp_path / "out", device="cpu")
+    assert type(small).__name__ == "GqaMusicgenForConditionalGeneration"
+
+
+def test_nothing_is_read_for_musicgen_and_plan_says_so(musicgen: Path, tmp_path: Path) -> None:
+    reason = "writes the codes of a sound codec"
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text('{"source": "w1", "target": "w2"}\n')
+    found = plan(musicgen, groups=2)
+    assert any(reason in warning for warning in found.warnings) and "--calibration" not in found.recommended
+    assert found.calibration == {} and found.memory["sets"] == {}
+    assert "Uptraining" not in render(found.to_dict())
+    for refused in (
+        lambda: convert(musicgen, tmp_path / "out", 2, calibration=[str(pairs)]),
+        lambda: convert_model(stock_model("musicgen"), 2, calibration=torch.zeros(4, 8, dtype=torch.long)),
+        lambda: evaluate([str(musicgen)], str(pairs)),
+        lambda: uptrain(str(musicgen), str(tmp_path / "up"), [str(pairs)], tokens=100),
+    ):
+        with pytest.raises(UnsupportedModelError, match=reason):
+            refused()
+    assert not (tmp_path / "out").exists() and not (tmp_path / "up").exists()
+
+
+@pytest.mark.parametrize("model_type", ["t5gemma", "canary", "cohere_asr", "dia"])
+def test_the_cache_of_a_decoder_with_a_config_of_its_own_is_counted(model_type: str) -> None:
+    """By hand: 2 layers x (k, v) x 8 heads x 8 dims x 4 bytes, for the decoder and for the encoder's states."""
+    raw = json.loads(pico_config(model_type).to_json_string(use_diff=False)) | {"model_type": model_type}
+    assert kv_bytes(raw, context=10, source_context=30, dtype_bytes=4) == 2 * 2 * 8 * 8 * 4 * (10 + 30)

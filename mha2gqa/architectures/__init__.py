@@ -3,7 +3,7 @@
 from ..checkpoints.hf_config import lookup
 from .listing import list_architectures
 from .locate import config_changes, find_attention_modules, geometry, kv_heads_before, plan_groups
-from .registry import find_spec
+from .registry import check_read, find_spec
 from .spec import (
     AttentionModule,
     AttentionSpec,
@@ -25,6 +25,7 @@ __all__ = [
     "Target",
     "Variant",
     "check_groups",
+    "check_read",
     "check_wide",
     "config_changes",
     "find_attention_modules",

@@ -66,6 +66,17 @@ MOONSHINE = AttentionSpec(
     ),
 )
 
+MUSICGEN = AttentionSpec(
+    modules=BART.modules,
+    prefixes=("decoder.model.", "model."),
+    o="out_proj",
+    position="none",
+    key_symmetry="linear",
+    config_path=("decoder",),
+    variants=_both_kinds("num_attention_heads"),
+    unread="its decoder writes the codes of a sound codec, several at a time, and only text and transcripts are read here",
+)
+
 GPT2 = AttentionSpec(
     modules=(("self", "h.{layer}.attn"),),
     prefixes=("transformer.", ""),
@@ -135,6 +146,7 @@ STOCK: dict[str, AttentionSpec] = {
     "umt5": replace(T5, permutable="layer"),
     **dict.fromkeys(("bart", "mbart", "pegasus", "marian", "m2m_100", "whisper"), BART),
     "moonshine": MOONSHINE,
+    "musicgen": MUSICGEN,
     "gpt2": GPT2,
     "opt": OPT,
     "gpt_neo": GPT_NEO,

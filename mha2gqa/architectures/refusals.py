@@ -29,7 +29,7 @@ _BY_REASON: dict[str, tuple[str, ...]] = {
     _IGNORES: (
         "bigbird_pegasus", "blenderbot", "blenderbot-small", "cpmant", "ctrl",
         "fsmt", "git", "gpt_neox_japanese", "hrm_text", "led", "longt5", 
-        "modernbert-decoder", "musicgen", "musicgen_melody", "mvp", "nllb-moe",
+        "modernbert-decoder", "musicgen_melody", "mvp", "nllb-moe",
         "openai-gpt", "pegasus_x", "persimmon", "plbart", "prophetnet", "seamless_m4t",
         "seamless_m4t_v2", "speech_to_text", "speecht5", "switch_transformers", "trocr", "udop",
         "xglm", "xlnet", "idefics", "pop2piano",

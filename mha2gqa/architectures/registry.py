@@ -49,6 +49,25 @@ def find_spec(config: Mapping[str, Any]) -> AttentionSpec:
     return _apply_rules(SUPPORTED[model_type], config, model_type, where)
 
 
+def check_read(config: Mapping[str, Any], where: str) -> None:
+    """Refuse a model for which no data can be read, where data is to be read.
+
+    Args:
+        config: The whole raw config.
+        where: The option or command that reads it.
+
+    Raises:
+        UnsupportedModelError: There is none, with the reason.
+    """
+    spec = SUPPORTED.get(str(config.get("model_type")))
+    if spec is not None and spec.unread:
+        raise UnsupportedModelError(
+            f"{config['model_type']}: {spec.unread}",
+            where=where,
+            fix="convert it without calibration, and listen to what it makes",
+        )
+
+
 def _nested(config: Mapping[str, Any], model_type: str, where: str) -> AttentionSpec:
     wrapper = WRAPPERS[model_type]
     text: Any = config

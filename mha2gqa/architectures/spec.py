@@ -136,6 +136,7 @@ class AttentionSpec:
             the square root of the head dim.
         memory: How modules are named in memory, where transformers renames tensors when it loads them.
         note: One line the user should read before converting.
+        unread: Why there is no data that the model could be calibrated, uptrained and scored on; empty where there is.
     """
 
     modules: tuple[tuple[str, str], ...] = (("self", "layers.{layer}.self_attn"),)
@@ -175,6 +176,7 @@ class AttentionSpec:
     scale_key: str = ""
     memory: AttentionSpec | None = None
     note: str = ""
+    unread: str = ""
 
     def text_config(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
         """The part of `config` (raw JSON) that describes the attention to convert."""

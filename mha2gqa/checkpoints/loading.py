@@ -183,6 +183,11 @@ def loading_class(raw: Mapping[str, Any], model_class: ModelClass = "auto") -> A
         speech = model_type in known.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES
         if speech or "AutoModelForSpeechSeq2Seq" in own:
             return transformers.AutoModelForSpeechSeq2Seq
+        if (
+            "AutoModelForTextToWaveform" in own
+            or model_type in known.MODEL_FOR_TEXT_TO_WAVEFORM_MAPPING_NAMES
+        ):
+            return transformers.AutoModelForTextToWaveform
         return transformers.AutoModelForSeq2SeqLM
     if not own and text_config(raw) is not raw:
         for name in raw.get("architectures") or ():

@@ -37,6 +37,7 @@ from .estimate_warnings import (
     context_warnings,
     fit_warnings,
     parallel_warnings,
+    read_warnings,
 )
 from .estimate_wide import Form, wide_figures, wide_parallel_warnings
 from .training_price import training_price
@@ -167,6 +168,8 @@ def plan(
     context = context or reach or usual
     price = _calibration(model, chosen, gpu_memory, gpus, calibration_tokens)
     training = training_price(model, chosen, gpu_memory=gpu_memory, tokens=uptrain_tokens)
+    if spec.unread:
+        price, training = {}, {"unpriced": "", "sets": {}}
     options = [_option(described.reexpressed(g, as_), g, batch, context, gpu_memory) for g in possible]
     now, then = (next(o for o in options if o["groups"] == g) for g in (before, wanted))
     if wide > 1:
@@ -200,14 +203,13 @@ def plan(
             *fit_warnings(price, gpu_memory),
             *budget_warnings(training, uptrain_tokens),
             *clip_warnings(chosen),
+            *read_warnings(chosen),
             *(
                 wide_parallel_warnings(wanted, wide, tp)
                 or parallel_warnings(wanted // wide, num_heads, tp, possible)
             ),
         ],
-        recommended=f"mha2gqa convert {source} {Path(str(source)).name}-gqa{wanted} --groups {wanted} "
-        f"{f'--wide {wide} ' if wide > 1 else ''}"
-        f"{_merging(described.config)}{'' if as_ == 'auto' else f' --as {as_}'}",
+        recommended=_recommended(source, wanted, wide, as_, described.config, spec),
         wide=_wide(described, wanted, wide, as_) if wide > 1 else {},
     )
 
@@ -241,9 +243,15 @@ def _reach(config: Mapping[str, Any]) -> tuple[int | None, int]:
     return longest_context(config), ENCODER_TOKENS if is_encoder_decoder(config) else 4096
 
 
-def _merging(config: Mapping[str, Any]) -> str:
-    """Words of `convert` that merge heads best: data of the kind that the model was trained on."""
-    return _CALIBRATION[trained_on(config)]
+def _recommended(
+    source: str | Path, groups: int, wide: int, as_: str, config: Mapping[str, Any], spec: AttentionSpec
+) -> str:
+    """The command to copy: with data of the kind that the model was trained on, where that can be read."""
+    words = [f"mha2gqa convert {source} {Path(str(source)).name}-gqa{groups} --groups {groups}"]
+    words += [f"--wide {wide}"] if wide > 1 else []
+    words += [] if spec.unread else [_CALIBRATION[trained_on(config)]]
+    words += [] if as_ == "auto" else [f"--as {as_}"]
+    return " ".join(words)
 
 
 def _attention(model: Description) -> tuple[AttentionSpec, list[Geometry]]:

@@ -75,3 +75,10 @@ def clip_warnings(decided: Plan) -> list[str]:
         f"{clip_name(spec, decided.source)} bounds q, k and v: calibration counts how often it acts, and heads are merged with "
         "the full symmetries in the layers where it never does; elsewhere, and without text, by the plain mean"
     ]
+
+
+def read_warnings(decided: Plan) -> list[str]:
+    """What to know of a model that cannot be calibrated, uptrained and scored here."""
+    if not decided.spec.unread:
+        return []
+    return [f"no calibration, uptraining or evaluation: {decided.spec.unread}"]

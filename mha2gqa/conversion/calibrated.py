@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..arch_conversion import arch_converted_model
+from ..architectures import check_read
 from ..architectures.wide import stored_heads
 from ..calibration import (
     load_statistics,
@@ -192,7 +193,9 @@ def convert_model(
         seed=seed,
     )
     inputs = None if calibration is None else Inputs(calibration).to(device)
-    if inputs is None and statistics is None:
+    if inputs is not None:
+        check_read(plan.source, "--calibration")
+    elif statistics is None:
         for sentence in data_free_warnings(plan):
             logger.warning("%s", sentence)
     with reporting(progress or (Callback(stage) if stage else None)):

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Unpack
 
 from .. import distributed
 from ..arch_conversion import ArchConvertedCheckpoint, as_architecture, carry_tokenizer, written
+from ..architectures import check_read
 from ..architectures.wide import stored_heads
 from ..checkpoints.hf_config import dtype_bytes, vocabulary_size
 from ..checkpoints.loading import resolve_device
@@ -149,6 +150,8 @@ def convert(
             resolve_device(config.device).type
         )  # torchrun splits the text over its processes
     original = open_checkpoint(source, config.revision)
+    if texts:
+        check_read(original.config, "--calibration")
     dropped = original.drop(config.drop_extra)
     check_output(original.path, out, config.force)
     sides = find_side_files(original.path, original.config, config.keep)
@@ -186,7 +189,7 @@ def convert(
             config.keep,
             tuple(dropped),
             config.allow_unchecked,
-            next_command(config, original.config),
+            next_command(config, original.config, not plan.spec.unread),
         )
         try:
             if distributed.is_rank_zero():

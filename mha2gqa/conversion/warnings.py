@@ -101,6 +101,10 @@ def data_free_warnings(plan: Plan) -> list[str]:
             f": at half the KV heads that raised the loss of {model} from {known['original']:.3f} to "
             f"{known[plan.method]:.3f} ({', '.join(others)})"
         )
+    if plan.spec.unread:
+        return [
+            f"converted without data, and not measured: {plan.spec.unread}; hold it against the original yourself"
+        ]
     return [f"{start}; give {_better(plan)}, or uptrain the result before using it"]
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..architectures import check_read
 from ..checkpoints.hf_config import (
     is_encoder_decoder,
     known_config,
@@ -149,6 +150,8 @@ def _open_data(config: EvaluateConfig, warnings: list[str]) -> tuple[TextSource 
     """
     asked = config.protocol != EvaluateConfig.protocol
     kinds = [_raw(subject) for subject in config.subjects]
+    for subject, kind in zip(config.subjects, kinds, strict=True):
+        check_read(kind, model_name(subject))
     if asked and config.protocol != PAIRS:
         return TextSource(config.data, config.text_column, rows=config.protocol == "wikitext2"), config
     if not all(map(is_encoder_decoder, kinds)):

@@ -33,6 +33,8 @@ class Export:
             would infer it from a stock model type.
         cross: Whether it has cross-attention.
         kv_keys: Config keys of the KV heads of self-attention and of cross-attention.
+        within: Keys that lead to the config that holds these, where the decoder is a part with its own.
+        part: Classes of that part alone: ours, and the stock one it extends.
     """
 
     file: str
@@ -43,6 +45,8 @@ class Export:
     tokenizer: str
     cross: bool = True
     kv_keys: tuple[str, str] = ("num_key_value_heads", "num_cross_key_value_heads")
+    within: tuple[str, ...] = ()
+    part: tuple[str, str] | None = None
 
 
 def _t5(name: str, *more: str) -> Export:
@@ -91,6 +95,16 @@ EXPORTS: dict[str, Export] = {
         ("MoonshineForConditionalGeneration", "MoonshineModel"),
         "PreTrainedTokenizerFast",
         kv_keys=("decoder_num_key_value_heads", "num_cross_key_value_heads"),
+    ),
+    "musicgen": Export(
+        "modeling_gqa_musicgen.py",
+        "GqaMusicgenConfig",
+        "GqaMusicgenForConditionalGeneration",
+        "AutoModelForTextToWaveform",
+        ("MusicgenForConditionalGeneration",),
+        "T5Tokenizer",
+        within=("decoder",),
+        part=("GqaMusicgenForCausalLM", "MusicgenForCausalLM"),
     ),
     "gpt2": _decoder("modeling_gqa_gpt2.py", "GPT2", "LMHeadModel", "GPT2Tokenizer"),
     "opt": _decoder("modeling_gqa_gpt2.py", "OPT", "ForCausalLM", "GPT2Tokenizer"),
@@ -178,13 +192,14 @@ def config_changes(
         "model_type": PREFIX + str(config["model_type"]).removeprefix(PREFIX),
         "architectures": [export.model],
         "auto_map": {"AutoConfig": f"{module}.{export.config}", export.auto: f"{module}.{export.model}"},
-        export.kv_keys[0]: num_kv_heads["self"],
     }
+    counts = {export.kv_keys[0]: num_kv_heads["self"]}
     if export.cross:
-        changes[export.kv_keys[1]] = num_kv_heads["cross"]
+        counts[export.kv_keys[1]] = num_kv_heads["cross"]
     if export.file == "modeling_gqa_t5.py" and has_head and not _scales_outputs(config):
         changes["tie_word_embeddings"] = False  # how transformers 4 says both
-    return {(key,): value for key, value in changes.items()}
+    inside = {(*export.within, key): value for key, value in counts.items()}
+    return {(key,): value for key, value in changes.items()} | inside
 
 
 def _scales_outputs(config: Mapping[str, Any]) -> bool:
@@ -207,6 +222,19 @@ def exported_class(config: Mapping[str, Any]) -> Any:
         return None
     module = importlib.import_module(f".{export.file.removesuffix('.py')}", __name__)
     return getattr(module, export.model)
+
+
+def part_class(config: Mapping[str, Any]) -> Any:
+    """The class of the decoder alone, where it is a part of the model with a config of its own; else None."""
+    export = find_export(config)
+    if export is None or export.part is None:
+        return None
+    ours, stock = export.part
+    if (whole := exported_class(config)) is not None:
+        return getattr(importlib.import_module(whole.__module__), ours)
+    import transformers
+
+    return getattr(transformers, stock)
 
 
 def register(config: Mapping[str, Any]) -> None:

@@ -78,11 +78,14 @@ def _plan(data: Data) -> Iterable[Block]:
         f"{significant(data['conversion']['seconds'], 2)} s without text."
     )
     yield from _calibration_lines(data.get("calibration") or {})
-    yield BLANK
-    yield Line("Uptraining: weights, gradients, AdamW state and a bf16 teacher (activations come on top):")
-    yield memory_table(data["memory"])
-    yield BLANK
-    yield from _training_prices(data["memory"])
+    if data["memory"]["sets"]:
+        yield BLANK
+        yield Line(
+            "Uptraining: weights, gradients, AdamW state and a bf16 teacher (activations come on top):"
+        )
+        yield memory_table(data["memory"])
+        yield BLANK
+        yield from _training_prices(data["memory"])
     if not data["exact"]:
         yield from (BLANK, Line("No weights were found: sizes come from the config."))
     yield from _warnings(data)

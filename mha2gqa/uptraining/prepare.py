@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ..architectures import check_read
 from ..calibration.generate import DATA, check_decoder
 from ..checkpoints.fingerprints import checkpoint_fingerprint
 from ..checkpoints.hf_config import is_encoder_decoder, load_config_json, longest_context, text_config
@@ -114,6 +115,7 @@ def prepare(config: UptrainConfig) -> PreparedRun:
         CheckpointError: There is no such model, or OUT cannot be written.
     """
     raw = load_config_json(config.model)  # before a checkpoint of the Hub is fetched whole
+    check_read(raw, config.model)
     if config.generates:
         check_decoder(raw, DATA)
     objective = choose_objective(config, raw, lambda: reads_pairs(config, raw))

@@ -23,7 +23,7 @@ from ..checkpoints.loading import loading_class, quiet
 from ..data.pairs import is_audio
 from ..errors import Mha2gqaError
 from ..merging import MERGERS, MergeContext
-from ..modeling import exported_class, find_export
+from ..modeling import exported_class, find_export, part_class
 from .wide import cut_factors, frequency_difference, wide_difference, wideness, width
 
 _WIDTH, _LAYERS, _VOCAB = 8, 2, 96
@@ -277,9 +277,10 @@ def _twin(cls: Any, config: Mapping[str, Any], attention: str | None) -> Twin:
     """A small random model, its (text) config, and the spec that describes them."""
     spec = find_spec(config).in_memory()
     small = twin_config(spec, config)
-    inside = bool(spec.config_path)
+    part = part_class(config)
+    inside = bool(spec.config_path) and part is None
     # Nothing leads to the text model's config any more: it is all there is.
-    return replace(spec, config_path=()), small, build_twin(cls, small, attention, inside)
+    return replace(spec, config_path=()), small, build_twin(part or cls, small, attention, inside)
 
 
 def build_twin(
@@ -327,6 +328,14 @@ def _inputs(config: Mapping[str, Any]) -> dict[str, Tensor]:
     """Tokens, and for an encoder-decoder what its encoder reads."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(3, _VOCAB, (2, 12), generator=generator)
+    if (
+        config.get("model_type") == "musicgen_decoder"
+    ):  # rows of each codebook, and what the text encoder gives
+        ids = torch.randint(3, _VOCAB, (2 * config["num_codebooks"], 12), generator=generator)
+        return {
+            "input_ids": ids,
+            "encoder_hidden_states": torch.randn(2, 5, config["hidden_size"], generator=generator),
+        }
     if not is_encoder_decoder(config):
         return {"input_ids": ids}
     if config.get("num_mel_bins") is not None:

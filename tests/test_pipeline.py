@@ -50,6 +50,14 @@ BUNDLED = {
     "qwen1.5-7b-gqa8": "qwen1.5-7b",
     "olmo-7b-gqa8": "olmo-7b",
     "t5-xl-gqa8": "t5-xl",
+    "olmo-2-7b-gqa8": "olmo-2-7b",
+    "qwen1.5-72b-gqa8": "qwen1.5-72b",
+    "command-r-35b-gqa8": "command-r-35b",
+    "codellama-7b-gqa8": "codellama-7b",
+    "deepseek-7b-gqa8": "deepseek-llm-7b",
+    "phi-3-mini-gqa8": "phi-3-mini-4k",
+    "gemma-7b-gqa4": "gemma-7b",
+    "whisper-large-v3-gqa5": "whisper-large-v3",
 }
 
 

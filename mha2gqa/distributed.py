@@ -39,6 +39,11 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def local_world_size() -> int:
+    """Processes of the job on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 def is_rank_zero() -> bool:
     """Whether this process logs and writes."""
     return rank() == 0

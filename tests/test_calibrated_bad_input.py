@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ from families import stock_model
 from test_calibrated_fits import FEW, write_text
 
 from mha2gqa.commands.bench import bench
+from mha2gqa.conversion import through_model
 from mha2gqa.conversion.checkpoint import convert
 from mha2gqa.conversion.warnings import merging_notes
 from mha2gqa.errors import CheckpointError, UnsupportedModelError, UsageError
@@ -149,3 +151,17 @@ def test_settings_of_fits_that_are_not_made_are_said(tmp_path: Path) -> None:
     for name, fit in (("with", {"steps": 7}), ("without", None)):
         result = convert(tmp_path / "mha", tmp_path / name, 2, fit=fit)
         assert any(said in warning for warning in result.warnings) == (fit is not None)
+
+
+def test_distillation_of_a_model_that_does_not_fit_is_refused_before_the_walk(
+    source: Path, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fit = replace(FEW, distill_steps=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(through_model, "free_memory", lambda device: 10_000)
+        says = r"fit distill_steps: trains all layers together: .* need 0\.0 GB, cpu has 0\.0 GB free; .*uptrain"
+        with pytest.raises(UsageError, match=says):
+            convert(source, tmp_path / "out", 2, **options(text, fit=fit))
+        convert(source, tmp_path / "merged", 2, **options(text))
+    assert not (tmp_path / "out").exists()
+    convert(source, tmp_path / "out", 2, **options(text, fit=fit))

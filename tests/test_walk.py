@@ -30,7 +30,7 @@ from mha2gqa.conversion import CalibrationOptions, walk, work_dir
 from mha2gqa.conversion.inputs import Inputs, calibration_inputs
 from mha2gqa.conversion.work_dir import WorkDir
 from mha2gqa.errors import CheckpointError, DataError, UsageError
-from mha2gqa.reconstruct import ReconstructConfig
+from mha2gqa.reconstruct import ReconstructConfig, row_store
 from mha2gqa.reconstruct.driver import Fitter
 from mha2gqa.reconstruct.hidden_states import Stream
 from mha2gqa.reconstruct.row_store import Memory, RowStore
@@ -89,6 +89,29 @@ def windows() -> Any:
     return Olmo3ForCausalLM(config).eval()
 
 
+def full_norms() -> Any:
+    """OLMo-2: norms behind the blocks, and over all heads of q and k."""
+    return of_type("olmo2")
+
+
+def interleaved() -> Any:
+    """Command R: attention and feed-forward side by side, pairs of neighbouring dims rotated."""
+    return of_type("cohere", use_qk_norm=False)
+
+
+def wide_heads() -> Any:
+    """Gemma: heads whose widths do not add up to the model's."""
+    return of_type("gemma", head_dim=8)
+
+
+def of_type(name: str, **changes: Any) -> Any:
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    sizes = SIZES | {"intermediate_size": 48, "num_key_value_heads": 8, "max_position_embeddings": 64}
+    config = CONFIG_MAPPING[name](**sizes, pad_token_id=0, bos_token_id=1, eos_token_id=2, **changes)
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
 def exported() -> Any:
     """A class that has no KV-head count in transformers."""
     from transformers import GPT2Config, GPT2LMHeadModel
@@ -97,9 +120,8 @@ def exported() -> Any:
     return GPT2LMHeadModel(config).eval()
 
 
-MODELS: dict[str, Callable[[], Any]] = {
-    f.__name__: f for f in (llama, tied, half, experts, fused, windows, exported)
-}
+CLASSES = (llama, tied, half, experts, fused, windows, full_norms, interleaved, wide_heads, exported)
+MODELS: dict[str, Callable[[], Any]] = {make.__name__: make for make in CLASSES}
 
 
 @pytest.fixture(scope="module")
@@ -311,9 +333,30 @@ def test_streams_elsewhere_give_the_same_bytes(
 ) -> None:
     source = save(llama(), tmp_path / "source")
     mha2gqa.convert(source, tmp_path / "near", 2, calibration=[text], **OPTIONS)
-    monkeypatch.setattr(walk, "choose_place", lambda nbytes, device: place)
-    mha2gqa.convert(source, tmp_path / "far", 2, calibration=[text], **OPTIONS)
+    monkeypatch.setattr(walk, "choose_place", lambda nbytes, device, sharing: place)
+    far = mha2gqa.convert(source, tmp_path / "far", 2, calibration=[text], **OPTIONS)
     assert same(tmp_path / "near", tmp_path / "far")
+    said = [
+        warning for warning in far.warnings if "do not fit in host memory: they are kept on disk" in warning
+    ]
+    assert len(said) == (place == "disk")
+
+
+def test_rows_lie_on_disk_where_the_processes_of_a_machine_would_fill_its_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(row_store, "free_memory", lambda device: 100)
+    cpu = torch.device("cpu")
+    assert [row_store.choose_place(n, cpu) for n in (80, 81)] == ["device", "disk"]
+    assert [row_store.choose_place(n, cpu, 4) for n in (20, 21)] == ["device", "disk"]
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(row_store.os, "posix_fallocate", full)
+    with pytest.raises(CheckpointError, match=r"cannot be written .No space left on device.*free space"):
+        RowStore((4, 2), torch.float32, Memory("disk", folder=tmp_path))
+    assert not list(tmp_path.iterdir())
 
 
 def test_rows_are_read_as_they_were_written(tmp_path: Path) -> None:

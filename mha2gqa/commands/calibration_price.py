@@ -21,7 +21,7 @@ from ..merging.grouping import evaluations
 FIT_FLOPS = 5.0e14  # forward and backward of a layer
 STATISTICS_FLOPS = 1.3e14  # forward of a layer and its second moments
 REFIT_FLOPS = 3.2e13  # second moments in float64
-SEARCH_RATE = 3.7e10  # eigenproblem sizes cubed per second, 16 cores
+SEARCH_RATE = 3.7e10  # eigenproblem sizes cubed per second, 16 cores for each GPU
 # What PyTorch's allocator keeps beside what is in use, and CUDA's context: what nvidia-smi shows.
 CACHED, CONTEXT_BYTES = 2.2, 1.5e9
 TRAINED_BYTES = 16  # float32 weight and gradient, two moments of Adam
@@ -94,8 +94,8 @@ def calibration_price(
     statistics = 2 * layer.parameters * tokens / STATISTICS_FLOPS
     refit = 4 * layer.hidden**2 * tokens / REFIT_FLOPS
     regression = 6 * layer.kept * fit.steps * fit.batch_tokens / FIT_FLOPS
-    serial = layer.search / SEARCH_RATE + 2 * layer.parameters * itemsize / LOAD_BYTES_PER_SECOND
-    closed = serial + share * (statistics + refit)
+    serial = 2 * layer.parameters * itemsize / LOAD_BYTES_PER_SECOND
+    closed = serial + share * (statistics + refit + layer.search / SEARCH_RATE)
     weights = (2 * layer.parameters + layer.kept + layer.outside) * itemsize
     batch = (
         fit.batch_tokens * share * itemsize / 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -22,10 +23,11 @@ from ..calibration import (
 from ..checkpoints.dtypes import torch_dtype
 from ..checkpoints.fingerprints import checkpoint_fingerprint
 from ..checkpoints.hf_config import stored_dtype
-from ..checkpoints.loading import load_model, load_tokenizer, resolve_device
+from ..checkpoints.loading import free_memory, load_model, load_tokenizer, resolve_device
 from ..checkpoints.reader import Checkpoint
 from ..checkpoints.streaming import CheckpointLayers, Layers, ResidentLayers
 from ..data import TextSource
+from ..errors import UsageError
 from ..progress import current
 from ..reconstruct import ReconstructConfig
 from ..reconstruct.hidden_states import block_paths
@@ -35,12 +37,14 @@ from .inputs import Inputs, calibration_inputs
 from .known_statistics import saved_statistics
 from .options import FLOAT32_PARAMETERS, CalibrationOptions
 from .plan import ModulePlan, Plan
+from .result_tensors import result_shapes
 from .rewrite import ModuleConverter, module_converters
 from .storing import as_stored
 from .walked import walked
 from .work_dir import WorkDir
 
 logger = logging.getLogger("mha2gqa")
+ADAM_BYTES = 16  # of a trained element: float32 weight and gradient, two moments
 
 
 @dataclass
@@ -70,18 +74,45 @@ def with_model(
     out: Path | None,
     force: bool,
 ) -> Calibrated:
-    """Walk over the model of a checkpoint; what is finished is handed to the writer by role."""
+    """Walk over the model of a checkpoint; what is finished is handed to the writer by role.
+
+    Raises:
+        UsageError: Distillation of all layers together is asked for, and the device cannot hold that.
+    """
     if options.statistics and not Path(options.statistics).exists():
         writable(options.statistics)  # before the text is run, which may take an hour
     tokenizer = load_tokenizer(checkpoint.path, trust_remote_code=options.trust_remote_code)
     inputs = calibration_inputs(tokenizer, checkpoint.config, options, checkpoint.path)
     whole = fitted is not None and fitted.regress and fitted.distill_steps > 0
+    if whole:
+        _check_whole(checkpoint, plan, resolve_device(options.device))
     layers = _resident(checkpoint, options) if whole else _streamed(checkpoint, options)
     try:
         return _through(layers, checkpoint, plan, inputs, options, fitted, out, force)
     except NotAChain:
         del layers
         return _through(_resident(checkpoint, options), checkpoint, plan, inputs, options, fitted, out, force)
+
+
+def _check_whole(checkpoint: Checkpoint, plan: Plan, device: torch.device) -> None:
+    """Refuse distillation end to end where both models and the optimiser do not fit, before an hour of walking.
+
+    Raises:
+        UsageError: With the bytes needed and the bytes there.
+    """
+    free, shapes = free_memory(device), dict(checkpoint.shapes)
+    after = result_shapes(plan, shapes)
+    itemsize = 4 if _working_dtype(checkpoint) == "float32" else stored_dtype(checkpoint.config).itemsize
+    trained = {name for m in plan.modules for name in m.names.values() if name in after}
+    weights = sum(map(math.prod, shapes.values())) + sum(map(math.prod, after.values()))
+    needed = itemsize * weights + ADAM_BYTES * sum(math.prod(after[name]) for name in trained)
+    if free is not None and needed > free:
+        raise UsageError(
+            f"trains all layers together: both models and the optimiser need {needed / 1e9:.1f} GB, {device} has "
+            f"{free / 1e9:.1f} GB free",
+            where="--fit distill_steps",
+            fix="leave it out, and train the result with uptrain, over several GPUs with --set fsdp=true",
+        )
 
 
 def _through(

@@ -6,6 +6,7 @@ memory as a whole, the walk is the same and its blocks simply stay.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -48,6 +49,7 @@ from .storing import result_spec
 from .validation import Validation
 from .work_dir import FinishedBlock, WorkDir
 
+logger = logging.getLogger("mha2gqa")
 OBSERVED = "observed"  # the blocks' arguments under the attention function that is observed
 
 
@@ -89,6 +91,8 @@ class Walk:
         self.reports: dict[str, dict[str, Any]] = {}
         self.fits: list[LayerFit] = []
         self.kept: Validation | None = None
+        self.warnings: list[str] = []
+        self.done = 0  # blocks that an earlier run has finished
         self.grouped_already = False
         self.student = empty_copy(self.teacher, plan)
         self.weights = BlockWeights(layers, self.student, self.blocks, self.ranks)
@@ -110,19 +114,20 @@ class Walk:
         shown = progress.current()
         with frozen(self.teacher, self.student), repeatable(), torch.no_grad():
             self._begin()
-            done = 0 if self.work is None else self.work.count()
+            if self.work is not None:
+                self.done = self.ranks.agree(self.work.count())
             shown.stage(
                 "fitting" if self.config else "merging",
                 len(self.blocks),
                 "layers",
-                min(done, len(self.blocks)),
+                min(self.done, len(self.blocks)),
             )
             for number, block in enumerate(self.blocks):
                 try:
                     self._visit(number, block)
                 except torch.OutOfMemoryError as error:
                     raise self._too_large(block) from error
-                shown.advance(max(number + 1, done), self._note())
+                shown.advance(max(number + 1, self.done), self._note())
             if self.work is not None:
                 self.work.wait()
             with self.clock("losses"):
@@ -135,7 +140,14 @@ class Walk:
         width = int(self.teacher.config.get_text_config().hidden_size)
         weight = next(p for p in self.teacher.parameters()).dtype.itemsize
         device = self.layers.device
-        place = choose_place(3 * self.inputs.tokens * width * weight // self.ranks.count, device)
+        nbytes = 3 * self.inputs.tokens * width * weight // self.ranks.count
+        place = choose_place(nbytes, device, distributed.local_world_size())
+        if place == "disk":
+            self.warnings.append(
+                f"hidden states of {nbytes / 2**30:.1f} GiB do not fit in host memory: they are kept on disk, which is "
+                "slower; fewer --calibration-tokens fit"
+            )
+            logger.info(self.warnings[-1])
         folder = self.work.root if self.work is not None else None
         self.memory = Memory(place, device, folder)
         self.layers.load(self.blocks[0])
@@ -182,7 +194,7 @@ class Walk:
             self.layers.load(block)
             if number + 1 < len(self.blocks):
                 self.layers.prefetch(self.blocks[number + 1])
-        if self.work is not None and number < self.work.count():
+        if self.work is not None and number < self.done:
             self._restore(block, self.work.get(number))
         else:
             changed = self._make(block)
@@ -419,7 +431,7 @@ class Walk:
 
     def _result(self, losses: dict[str, float]) -> Converted:
         about: dict[str, Any] = {}
-        warnings: list[str] = []
+        warnings = self.warnings
         if self.given and self.statistics is not None:
             about["statistics"] = dict(self.statistics.about)
             warnings += self.statistics.about.get("notes", [])

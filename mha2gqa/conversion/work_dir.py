@@ -171,6 +171,12 @@ class WorkDir:
         from safetensors import SafetensorError, safe_open
 
         path = self._file(number)
+        if not path.exists():
+            raise CheckpointError(
+                "a finished layer is not here",
+                where=path,
+                fix="processes on several machines need one OUT, on a file system that they share",
+            )
         try:
             with safe_open(str(path), "pt") as file:
                 head = json.loads((file.metadata() or {})["mha2gqa"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from typing import Generic, Literal, TypeVar
 import torch
 from torch import Tensor
 
+from ..checkpoints.atomic import writing_to
 from ..checkpoints.loading import free_memory
 
 Place = Literal["device", "host", "disk"]
@@ -33,17 +35,18 @@ class Memory:
     folder: Path | None = None
 
 
-def choose_place(nbytes: int, device: torch.device) -> Place:
+def choose_place(nbytes: int, device: torch.device, sharing: int = 1) -> Place:
     """Where stores of `nbytes` in all fit: beside the computation, in host memory, or only on disk.
 
     Args:
         nbytes: Bytes of every store together.
         device: Where rows are computed with.
+        sharing: Processes that want as much of the same host memory.
     """
     if device.type != "cpu" and nbytes <= DEVICE_BYTES:
         return "device"
     free = free_memory(torch.device("cpu"))
-    if free is not None and nbytes > HOST_SHARE * free:
+    if free is not None and nbytes * sharing > HOST_SHARE * free:
         return "disk"
     return "device" if device.type == "cpu" else "host"
 
@@ -55,6 +58,9 @@ class RowStore:
         shape: Of the whole tensor; its first dimension counts rows.
         dtype: Of the elements.
         memory: Where it lies.
+
+    Raises:
+        CheckpointError: The disk does not take it.
     """
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, memory: Memory) -> None:
@@ -65,8 +71,13 @@ class RowStore:
             pinned = memory.device.type == "cuda"
             self.data = torch.empty(tuple(shape), dtype=dtype, pin_memory=pinned)
         else:
-            with tempfile.NamedTemporaryFile(dir=memory.folder, suffix=".rows") as file:
+            with (
+                writing_to(memory.folder or Path(tempfile.gettempdir())),
+                tempfile.NamedTemporaryFile(dir=memory.folder, suffix=".rows") as file,
+            ):
                 count = torch.Size(shape).numel()
+                if hasattr(os, "posix_fallocate"):  # a file with holes would end the process on a full disk
+                    os.posix_fallocate(file.fileno(), 0, max(1, count * dtype.itemsize))
                 flat = torch.from_file(file.name, shared=True, size=count, dtype=dtype)
                 self.data = flat.view(tuple(shape))
 

@@ -63,7 +63,9 @@ def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     real = modules[0].minimise
 
     def minimise(parameters: Any, backward: Any, validate: Any, config: Any) -> int:
-        return real(parameters, backward, validate, replace(config, steps=min(config.steps, 8), check_every=4))
+        return real(
+            parameters, backward, validate, replace(config, steps=min(config.steps, 8), check_every=4)
+        )
 
     for module in modules:
         monkeypatch.setattr(module, "minimise", minimise)

@@ -20,7 +20,6 @@ from mha2gqa.distributed import lost_processes
 from mha2gqa.errors import TrainingError
 from mha2gqa.uptraining import uptrain
 
-
 WORKER = str(Path(__file__).with_name("distributed_worker.py"))
 
 

@@ -126,11 +126,11 @@ class Progress:
         """The job and where it is."""
         return ": ".join(part for part in (self.label, self.place()) if part)
 
-    def facts(self) -> str:
+    def details(self) -> str:
         """What is done of the stage, the note beside it, and the time left."""
         left = None if self.done == self.total else self.left()
-        facts = [self.amount(), self.note, "" if left is None else f"{duration(left)} left"]
-        return ", ".join(fact for fact in facts if fact)
+        details = [self.amount(), self.note, "" if left is None else f"{duration(left)} left"]
+        return ", ".join(part for part in details if part)
 
     def left(self) -> float | None:
         """Seconds that the stage will still take at the speed it has had; None before that is known."""
@@ -192,8 +192,8 @@ class Lines(Progress):
 
     def line(self) -> str:
         """The line of this moment: elapsed time, job, stage, amount, time left."""
-        head, facts = f"[{duration(time.monotonic() - self.began)}] {self.heading()}", self.facts()
-        return f"{head}: {facts}" if facts else head
+        head, details = f"[{duration(time.monotonic() - self.began)}] {self.heading()}", self.details()
+        return f"{head}: {details}" if details else head
 
     def _tick(self) -> None:
         while not self._ended.wait(max(0.05, self._last + self._every - time.monotonic())):
@@ -242,7 +242,7 @@ class Bar(Progress):
         bar = ProgressBar(1.0, fraction or 0.0, width=24, pulse=fraction is None)
         elapsed = duration(time.monotonic() - self.began)
         line = Table.grid(padding=(0, 1))
-        line.add_row(Text(self.heading()), bar, Text(elapsed), Text(self.facts(), style="dim"))
+        line.add_row(Text(self.heading()), bar, Text(elapsed), Text(self.details(), style="dim"))
         return line
 
 

@@ -21,7 +21,7 @@ from mha2gqa.checkpoints.reader import edit_config
 from mha2gqa.cli.commands import cli
 from mha2gqa.errors import CheckpointError, Mha2gqaError, UnsupportedModelError, UsageError
 from mha2gqa.verification import preflight
-from mha2gqa.verification.tiny_random import NO_TWIN, check_tiny_random
+from mha2gqa.verification.tiny_random import NO_TINY_MODEL, check_tiny_random
 
 HEAD = {"v_head.summary.weight": torch.ones(1, 32), "v_head.summary.bias": torch.zeros(1)}
 
@@ -273,7 +273,7 @@ def test_no_config_keeps_the_small_model_busy(model_type: str) -> None:
 
     config = CONFIG_MAPPING[model_type]().to_dict() | {"model_type": model_type}
     found = check_tiny_random(config)
-    assert found.ok or model_type in NO_TWIN
+    assert found.ok or model_type in NO_TINY_MODEL
     assert "Unrecognized configuration" not in found.detail
 
 

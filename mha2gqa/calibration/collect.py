@@ -150,7 +150,7 @@ def check_finite_moments(accumulators: Any) -> None:
 
 
 def data_digest(inputs: Batch | Tensor) -> str:
-    """SHA-256 of what a model reads: says whether moments were measured on it."""
+    """SHA-256 of what a model reads: says whether second moments were measured on it."""
     digest = hashlib.sha256()
     for name, x in sorted({"input_ids": inputs}.items() if isinstance(inputs, Tensor) else inputs.items()):
         digest.update(name.encode())
@@ -159,7 +159,7 @@ def data_digest(inputs: Batch | Tensor) -> str:
 
 
 def moment_warnings(seen: Sequence[tuple[bool, int, int]], model: Any) -> list[str]:
-    """What the user should know of the moments of a model's attention modules.
+    """Warnings about the second moments of a model's attention modules.
 
     Args:
         seen: For each module, whether its attention was observed, the tokens seen, and the dims of its input.
@@ -170,7 +170,7 @@ def moment_warnings(seen: Sequence[tuple[bool, int, int]], model: Any) -> list[s
     if unseen:
         notes.append(
             f"{type(model).__name__} does not let its attention be observed ({unseen} of {len(seen)} modules): "
-            "moments of plain inputs stand in for attention-averaged ones"
+            "second moments of plain inputs stand in for attention-averaged ones"
         )
     short = [(tokens, dims) for _, tokens, dims in seen if tokens < dims + 1]
     if short:

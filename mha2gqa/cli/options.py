@@ -114,8 +114,8 @@ def _metavar(item: Declared, kind: DeclaredType) -> str | None:
 
 def _help(item: Declared, required: bool) -> str:
     text = _BACKQUOTED.sub(lambda match: _flag(match[1]), item.option.help)
-    facts = "; ".join(fact for fact in (item.range.words, "" if required else _default(item)) if fact)
-    return f"{text} [{facts}]" if facts else text
+    hints = "; ".join(hint for hint in (item.range.words, "" if required else _default(item)) if hint)
+    return f"{text} [{hints}]" if hints else text
 
 
 _BACKQUOTED = re.compile(r"`([^`]+)`")

@@ -1,4 +1,4 @@
-"""What a conversion learns from text before it writes: moments, groupings, and fitted modules."""
+"""What a conversion learns from text before it writes: second moments, groupings, and fitted modules."""
 
 from .calibrated import Calibrated, calibrate, convert_model
 from .inputs import Inputs, calibration_inputs

@@ -1,4 +1,4 @@
-"""Calibrated conversion: text and a model give moments, groupings, merged heads, and fitted weights."""
+"""Calibrated conversion: text and a model give second moments, groupings, merged heads, and fitted weights."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def calibrate(
         made = with_model(checkpoint, plan, options, fitted, out, force)
         return replace(made, warnings=warnings + made.warnings)
     if options.texts:
-        warnings.append(f"the moments in {options.statistics} are used: calibration text is not read")
+        warnings.append(f"the second moments in {options.statistics} are used: calibration text is not read")
     statistics = None
     if options.statistics:
         statistics = load_statistics(options.statistics)
@@ -157,7 +157,7 @@ def convert_model(
         method: A key of `MERGERS`.
         calibration: Token blocks `[N, T + 1]` (`data.token_blocks`); for an encoder-decoder keyword tensors
             with N rows each: `input_ids`, `decoder_input_ids`, `labels`.
-        statistics: File of saved moments: used if it exists, else written.
+        statistics: File of saved second moments: used if it exists, else written.
         grouping: `neighbours`, `search` (the default of `joint` and `align`) or a file of partitions.
         groupings: Which heads share, by module path, instead of `grouping`.
         refit, reconstruct: Stages after merging; on with calibration.

@@ -39,7 +39,7 @@ from ..report import write_card
 from ..results import Result
 from ..verification.checks import failed, verify_folder
 from ..verification.preflight import check_early, demand, settled, unchecked
-from ..verification.tiny_random import TWIN, Check, check_arch_conversion
+from ..verification.tiny_random import EQUIVALENCE, Check, check_arch_conversion
 from . import Calibrated, CalibrationOptions, Stage, calibrate, convert_model
 from .generated import with_generated
 from .in_memory import convert_state_dict
@@ -313,7 +313,7 @@ def _finish(
     names = [name for shard in shards for name in shard.entries]
     checks = [
         *settled(verify_folder(folder, expected=names), plan.config, job.allow_unchecked),
-        *(check for check in early if check.name == TWIN),
+        *(check for check in early if check.name == EQUIVALENCE),
         *_arch_conversion_checks(job, folder),
     ]
     if broken := failed(checks):

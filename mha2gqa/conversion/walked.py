@@ -48,7 +48,7 @@ def walked(
         plan, _ = grouped(plan, _unread, None, options)
     if statistics is not None and statistics.about.get("data_sha256") != data_digest(seen.read):
         warnings.append(
-            f"the moments in {options.statistics} were measured on other text than --calibration, and are used; "
+            f"the second moments in {options.statistics} were measured on other text than --calibration, and are used; "
             "remove the file to measure them again"
         )
     config = None if fitted is None else fit_config(fitted, seen)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -382,8 +382,3 @@ def _generation_config(path: str | Path) -> dict[str, Any]:
         return dict(GenerationConfig.from_pretrained(path).to_dict())
     except OSError:
         return {}
-
-
-def encode_pairs(encoder: PairEncoder, pairs: Iterable[Pair]) -> Iterator[Example]:
-    """The examples of some pairs, in order."""
-    return map(encoder.encode, pairs)

@@ -1,4 +1,4 @@
-"""The moments a merging method works with: measured on text, or the identity when there is none."""
+"""The second moments a merging method works with: measured on text, or the identity when there is none."""
 
 from __future__ import annotations
 

@@ -17,7 +17,6 @@ from .run_dir import cleanup_on_error
 
 logger = logging.getLogger(__name__)
 
-POOLED = ("k.", "v.", "qkv.")  # roles whose tensors hold shared heads: they need most repair
 LOW_RANK = ("q.", "o.")
 EXACT = 1e-4  # largest logit difference a merge in float32 may make, relative to the logits' spread
 

@@ -1,4 +1,4 @@
-"""Checks on a finished folder, and oracles on a small twin of the very architecture."""
+"""Checks on a finished folder, and equivalence on a tiny random model of the very architecture."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from typing import Any
 from ..errors import CheckpointError, UnsupportedModelError
 from . import loads
 from .loads import Tensors, check_hollow
-from .tiny_random import NO_TWIN, TWIN, Check, check_tiny_random
+from .tiny_random import EQUIVALENCE, NO_TINY_MODEL, Check, check_tiny_random
 
 
 def check_early(config: Mapping[str, Any], source: Mapping[str, Any], tensors: Tensors) -> list[Check]:
@@ -64,8 +64,8 @@ def unchecked(checks: Sequence[Check], config: Mapping[str, Any]) -> list[str]:
             with sizes and inputs of their own (`tests/test_architectures_walk.py`).
     """
     kind = config.get("model_type")
-    proven = {TWIN} if isinstance(kind, str) and kind in NO_TWIN else set()
-    needed = {loads.NAME, TWIN} - proven
+    proven = {EQUIVALENCE} if isinstance(kind, str) and kind in NO_TINY_MODEL else set()
+    needed = {loads.NAME, EQUIVALENCE} - proven
     return [f"{check.name}: {check.detail}" for check in checks if check.ok is None and check.name in needed]
 
 

@@ -44,11 +44,11 @@ KERNELS = (
     "experts_implementation", "_experts_implementation", "_experts_implementation_internal",
 )  # fmt: skip
 CODE = ("auto_map", "architectures")
-TWIN = "twin oracles"
+EQUIVALENCE = "twin oracles"  # the name that results and scripts know it by
 LARGEST = 50_000_000  # parameters of a small model: what a config keeps wide after all is not built
 # Types of which transformers cannot build or run a small model of the text model alone. (Of
 # evolla, nemo_speechlm and phi4_multimodal it would be larger than `LARGEST`: parts beside attention keep their width.)
-NO_TWIN = frozenset({
+NO_TINY_MODEL = frozenset({
     "blt", "canary", "cohere_asr", "deepseek_ocr2", "dia", "diffusion_gemma", "emu3", "ernie4_5_vl_moe", "evolla",
     "gemma3n", "gemma3n_text", "granite4_vision", "kyutai_speech_to_text", "mllama", "nemo_speechlm",
     "paddleocr_vl", "phi4_multimodal", "pi0",
@@ -130,7 +130,7 @@ def _stock_class(config: Mapping[str, Any], source: Mapping[str, Any]) -> Any:
     return getattr(transformers, export.stock[0])
 
 
-def twin_config(spec: AttentionSpec, config: Mapping[str, Any]) -> dict[str, Any]:
+def tiny_config(spec: AttentionSpec, config: Mapping[str, Any]) -> dict[str, Any]:
     """The (text) config with its head counts kept and everything else made small."""
     text = json.loads(json.dumps(neutral(spec.text_config(config))))
     encoder_decoder = is_encoder_decoder(text)
@@ -166,29 +166,29 @@ def check_tiny_random(config: Mapping[str, Any], source: Mapping[str, Any] | Non
     source = config if source is None else source
     cls, wide_cls = model_class(config), _stock_class(config, source)
     if cls is None or wide_cls is None:
-        return Check(TWIN, None, "not checked: no stock class of the installed transformers")
+        return Check(EQUIVALENCE, None, "not checked: no stock class of the installed transformers")
     spec = find_spec(config)
     if (wide := wideness(spec, config, source)) > 1:
         return _check_wide(cls, config, source, wide)
     try:
         # Eager for exported code: stock umT5 of transformers 5.17 looks ahead under SDPA.
         attention = None if exported_class(config) is None else "eager"
-        few, many = (_twin(c, raw, attention) for c, raw in ((cls, config), (wide_cls, source)))
+        few, many = (_tiny_model(c, raw, attention) for c, raw in ((cls, config), (wide_cls, source)))
         inputs = _inputs(few[1])
-        for twin in (few, many):
-            _run(twin[2], inputs)
+        for tiny in (few, many):
+            _run(tiny[2], inputs)
     except _unbuildable() as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        return Check(TWIN, None, f"not checked: no small twin of {cls.__name__} can be run ({reason})")
+        return Check(EQUIVALENCE, None, f"not checked: no tiny model of {cls.__name__} can be run ({reason})")
     try:
         return _oracles(few, many, inputs)
     except Mha2gqaError as error:
-        return Check(TWIN, False, str(error))
+        return Check(EQUIVALENCE, False, str(error))
 
 
 def _check_wide(cls: Any, config: Mapping[str, Any], source: Mapping[str, Any], wide: int) -> Check:
     """`check_tiny_random` where the result's heads are wider than the source's."""
-    name, spec = TWIN, find_spec(config)
+    name, spec = EQUIVALENCE, find_spec(config)
     groups = wide * lookup(spec.text_config(config), spec.kv_heads_keys[0])
     turned = frequency_difference(spec, config, source, wide)
     if turned > 1e-5:
@@ -198,15 +198,15 @@ def _check_wide(cls: Any, config: Mapping[str, Any], source: Mapping[str, Any], 
     try:
         difference = wide_difference(
             own,
-            twin_config(spec, source),
+            tiny_config(spec, source),
             groups,
             wide,
-            lambda raw: build_twin(cls, raw, None, inside),
+            lambda raw: build_tiny(cls, raw, None, inside),
             lambda model: _run(model, _inputs(config)),
         )
     except _unbuildable() as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        return Check(name, None, f"not checked: no small twin of {cls.__name__} can be run ({reason})")
+        return Check(name, None, f"not checked: no tiny model of {cls.__name__} can be run ({reason})")
     return Check(
         name,
         difference <= 1e-4,
@@ -229,19 +229,19 @@ def check_arch_conversion(source: Mapping[str, Any], found: ArchConversion) -> C
         return Check(name, None, f"not checked: transformers has no class for {found.source_type} models")
     try:
         small = _small_source(source)
-        original: Any = build_twin(cls, small)
+        original: Any = build_tiny(cls, small)
         if original.get_output_embeddings() is None:
             return Check(name, None, f"not checked: {cls.__name__} has no logits")
         ids = _inputs(small)
         right = _run(original, ids)
     except _unbuildable() as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        return Check(name, None, f"not checked: no small twin of {cls.__name__} can be run ({reason})")
+        return Check(name, None, f"not checked: no tiny model of {cls.__name__} can be run ({reason})")
     state = original.state_dict()
     try:
         again = plan_reexpression(small, state, None, found.target_type)
         assert again is not None, found
-        result = build_twin(model_class(again.config), again.config)
+        result = build_tiny(model_class(again.config), again.config)
         made = {
             new: recipe.make(*(state[x] for x in recipe.sources)) for new, recipe in again.recipes.items()
         }
@@ -262,7 +262,7 @@ def _small_source(config: Mapping[str, Any]) -> dict[str, Any]:
         for keys in (("num_attention_heads", "n_head"), ("num_hidden_layers", "n_layer"))
     )
     spec = AttentionSpec(heads_key=heads_key, layers_key=layers_key)
-    small = twin_config(spec, config)
+    small = tiny_config(spec, config)
     if isinstance(small.get("rotary_dim"), int):
         small["rotary_dim"] = _WIDTH // 2
     if small.get("word_embed_proj_dim") is not None:
@@ -270,20 +270,20 @@ def _small_source(config: Mapping[str, Any]) -> dict[str, Any]:
     return small
 
 
-Twin = tuple[AttentionSpec, Mapping[str, Any], torch.nn.Module]
+Tiny = tuple[AttentionSpec, Mapping[str, Any], torch.nn.Module]
 
 
-def _twin(cls: Any, config: Mapping[str, Any], attention: str | None) -> Twin:
+def _tiny_model(cls: Any, config: Mapping[str, Any], attention: str | None) -> Tiny:
     """A small random model, its (text) config, and the spec that describes them."""
     spec = find_spec(config).in_memory()
-    small = twin_config(spec, config)
+    small = tiny_config(spec, config)
     part = part_class(config)
     inside = bool(spec.config_path) and part is None
     # Nothing leads to the text model's config any more: it is all there is.
-    return replace(spec, config_path=()), small, build_twin(part or cls, small, attention, inside)
+    return replace(spec, config_path=()), small, build_tiny(part or cls, small, attention, inside)
 
 
-def build_twin(
+def build_tiny(
     cls: Any, config: Mapping[str, Any], attention: str | None = None, inside: bool = False
 ) -> torch.nn.Module:
     """A random model whose every weight matters: matrices of unit gain, biases and norms off their defaults.
@@ -354,7 +354,7 @@ def _run(model: torch.nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
     return out.logits if "logits" in out else out.last_hidden_state
 
 
-def _oracles(few: Twin, many: Twin, inputs: Mapping[str, Tensor]) -> Check:
+def _oracles(few: Tiny, many: Tiny, inputs: Mapping[str, Tensor]) -> Check:
     """The model with many KV heads receives the other's, repeated."""
     (spec, config, narrow), (wide_spec, wide_config, wide) = few, many
     state, expanded = narrow.state_dict(), wide.state_dict()
@@ -374,7 +374,7 @@ def _oracles(few: Twin, many: Twin, inputs: Mapping[str, Tensor]) -> Check:
         for role, x in heads.unsplit(wide_spec, pooled).items():
             if role in tensors and not torch.equal(x, tensors[role]):
                 return Check(
-                    TWIN,
+                    EQUIVALENCE,
                     False,
                     f"identical heads do not pool to themselves in {module.names[role]}",
                 )
@@ -382,7 +382,7 @@ def _oracles(few: Twin, many: Twin, inputs: Mapping[str, Tensor]) -> Check:
     a, b = _run(narrow, inputs), _run(wide, inputs)
     difference = float((a - b).abs().max() / b.std().clamp_min(1e-12))
     return Check(
-        TWIN,
+        EQUIVALENCE,
         bool(modules) and difference <= 1e-4,
         f"expanded and grouped outputs differ by {difference:.1e} of their spread",
     )

@@ -154,7 +154,7 @@ def uptrain_large(record: Record) -> str:
     """Uptraining of large models: speed and memory of the product's own command."""
     lines = [
         [
-            f"`--train {row['train']}`",
+            f"`--train {row['train']}`" + (", compiled" if "--torch-compile" in row["options"] else ""),
             _optimiser(row["options"]),
             f"{row['processes']} x {row['gpu']}",
             f"{row['batch_tokens']:,}",

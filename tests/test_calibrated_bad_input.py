@@ -159,7 +159,9 @@ def test_distillation_of_a_model_that_does_not_fit_is_refused_before_the_walk(
     fit = replace(FEW, distill_steps=2)
     with monkeypatch.context() as patch:
         patch.setattr(through_model, "free_memory", lambda device: 10_000)
-        says = r"fit distill_steps: trains all layers together: .* need 0\.0 GB, cpu has 0\.0 GB free; .*uptrain"
+        says = (
+            r"fit distill_steps: trains all layers together: .* need 0\.0 GB, cpu has 0\.0 GB free; .*uptrain"
+        )
         with pytest.raises(UsageError, match=says):
             convert(source, tmp_path / "out", 2, **options(text, fit=fit))
         convert(source, tmp_path / "merged", 2, **options(text))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,11 +13,13 @@ import torch
 from launching import launch
 
 from mha2gqa.architectures import AttentionSpec
+from mha2gqa.conversion import workers
 from mha2gqa.errors import UsageError
 from mha2gqa.heads import AttentionWeights
 from mha2gqa.merging import MergeContext
 from mha2gqa.merging.grouping import canonical, evaluations, read_groupings, search
 from mha2gqa.merging.setup import merge_objective
+from mha2gqa.reconstruct.ranks import Ranks
 
 
 def partitions(left: tuple[int, ...], size: int):
@@ -178,3 +181,31 @@ def test_processes_that_search_together_find_what_one_finds(processes: int, tmp_
     assert (
         len({json.dumps(grouping) for grouping in groupings.values()}) == 2
     )  # of one module other than neighbours
+
+
+@pytest.mark.parametrize(
+    ("own", "others", "threads"),
+    [
+        (
+            1,
+            [("here", {0, 1, 2, 3})],
+            4,
+        ),  # a launcher has set one thread: half of eight cores that both may use
+        (1, [("here", {8, 9})], 8),  # bound to cores of their own
+        (1, [("there", {0, 1, 2, 3})] * 7, 8),  # on another machine
+        (1, [("here", set(range(8)))] * 15, 1),
+        (3, [("here", set(range(8)))], 3),  # as the user has set them
+    ],
+)
+def test_each_process_searches_on_its_part_of_the_cores(
+    own: int, others: list[tuple[str, set[int]]], threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Several(Ranks):
+        def gather(self, value: Any) -> list[Any]:
+            return [value, *others]
+
+    monkeypatch.setattr(workers.socket, "gethostname", lambda: "here")
+    monkeypatch.setattr(workers.os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
+    monkeypatch.setattr(workers.os, "cpu_count", lambda: 8)
+    assert workers._threads(own, Several(0, 1 + len(others))) == threads
+    assert workers._threads(own, Ranks()) == own

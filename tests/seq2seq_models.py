@@ -88,6 +88,21 @@ def saved_moonshine(path: Path) -> Path:
     return path
 
 
+def saved_nllb(path: Path) -> Path:
+    """A pico M2M100 with NLLB's tokenizer, which reads characters and has two languages."""
+    from transformers import AutoModelForSeq2SeqLM, NllbTokenizer
+
+    pieces = ["<s>", "<pad>", "</s>", "<unk>", "▁", *"w0123456789"]
+    tokenizer = NllbTokenizer(
+        {piece: i for i, piece in enumerate(pieces)}, additional_special_tokens=["deu_Latn", "eng_Latn"]
+    )
+    torch.manual_seed(0)
+    ids = {"bos_token_id": 0, "pad_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2}
+    AutoModelForSeq2SeqLM.from_config(pico_config("m2m_100", **ids)).eval().save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
 def tone(seconds: float, pitch: float = 440.0, rate: int = RATE) -> np.ndarray:
     """float32 samples of a sine."""
     t = np.arange(int(seconds * rate)) / rate

@@ -186,6 +186,15 @@ def test_bad_input_is_refused_before_any_model_is_loaded(
         )
 
 
+@pytest.mark.parametrize(("first", "second"), [("marian", "whisper"), ("whisper", "marian")])
+def test_a_model_that_hears_is_not_compared_with_one_that_reads(root: Path, first: str, second: str) -> None:
+    data = root / ("audio" if first == "whisper" else "pairs.jsonl")
+    with pytest.raises(
+        UsageError, match=f"{second}: (hears|reads text), and .*{first} .*: no data is for both"
+    ):
+        evaluate([root / first, root / second], data, device="cpu")
+
+
 @pytest.mark.parametrize(("library", "metric"), [("jiwer", "wer"), ("sacrebleu", "bleu")])
 def test_a_missing_library_is_named_first(
     root: Path, monkeypatch: pytest.MonkeyPatch, library: str, metric: str

@@ -102,7 +102,7 @@ def collect(
         CheckpointError: Activations are not finite (the module is named).
 
     Example:
-        >>> statistics = collect(model, find_spec(config), blocks[:, :-1])  # doctest: +SKIP
+        >>> statistics = collect(model, find_spec(model.config.to_dict()), blocks[:, :-1])  # doctest: +SKIP
         >>> statistics.save("model.statistics")  # doctest: +SKIP
     """
     rows = inputs if isinstance(inputs, Tensor) else next(iter(inputs.values()))

@@ -203,7 +203,7 @@ def test_calibrated_conversion_beats_pooling_at_every_stage(name: str, tmp_path:
     from mha2gqa.reconstruct import ReconstructConfig
 
     folder = saved_t5(tmp_path / "in", name=name)
-    fit = ReconstructConfig(steps=60, batch_size=8, check_every=20)
+    fit = ReconstructConfig(steps=40, batch_size=8, check_every=20)
     options: dict[str, Any] = {
         "calibration": [text], "calibration_tokens": 200 * WINDOW, "calibration_window": WINDOW, "fit": fit,
         "device": "cpu",

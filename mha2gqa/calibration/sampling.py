@@ -1,0 +1,222 @@
+"""Calibration text without a data set: documents that the original model samples itself, kept in a file."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..checkpoints.json_files import read_json
+from ..checkpoints.loading import (
+    free_memory,
+    load_config_json,
+    load_model,
+    load_tokenizer,
+    resolve_device,
+    weight_bytes,
+)
+from ..data.encoding import bos_id
+from ..errors import CheckpointError, UsageError
+from ..kv_cache import known_config, kv_bytes, max_batch
+from ..progress import current
+
+MOST_ROWS = 256  # sequences sampled at a time
+RESERVE = 0.3  # of the free memory, for activations and logits
+CALIBRATION, DATA = "--calibration", "--data"  # the options that take `generate`
+
+
+def generate_text(
+    model: str | Path,
+    out: str | Path,
+    *,
+    tokens: int,
+    window: int = 2048,
+    seed: int = 0,
+    device: str = "auto",
+    trust_remote_code: bool = False,
+    option: str = CALIBRATION,
+) -> dict[str, Any]:
+    """Sample documents from `model` at temperature 1, without truncation of its distribution.
+
+    A file that the same model, seed and sizes made is used again; its hash is checked.
+
+    Args:
+        model: Folder or hub id of a decoder.
+        out: The JSONL file to write (`{"text": …}` a line); `OUT.json` beside it says what made it.
+        tokens: Tokens to sample, at least.
+        window: Tokens of a document, at most.
+        seed: Of the sampling.
+        device: Where the model runs.
+        trust_remote_code: Consent to code that the model brings along.
+        option: Which asked for it, for messages.
+
+    Returns:
+        `model`, `tokens`, `documents`, `window`, `seed`, `sha256`.
+
+    Raises:
+        UsageError: An encoder-decoder, a tokenizer without a start token, or model and cache do not fit the
+            device; nothing is loaded or written.
+
+    Example:
+        >>> generate_text("llama-2-7b", "generated.jsonl", tokens=524_288)["documents"]  # doctest: +SKIP
+        1321
+    """
+    out, config = Path(out), load_config_json(model)
+    wanted = {"model": _model_id(model, config), "window": window, "seed": seed}
+    record = written_by(model, out)
+    if record is not None and wanted.items() <= record.items() and record["tokens"] >= tokens:
+        return record
+    where = resolve_device(device)
+    start, end, most = check_writer(
+        model, window=window, device=where, trust_remote_code=trust_remote_code, option=option
+    )
+    rows, tokenizer = min(most, math.ceil(tokens / window)), load_tokenizer(model, trust_remote_code)
+    running = load_model(model, device=where, trust_remote_code=trust_remote_code)
+    documents, count = [], 0
+    with _seeded(seed, where):
+        while count < tokens:
+            for ids in _sample(running, start, end, rows, window):
+                documents.append(tokenizer.decode(ids, skip_special_tokens=True))
+                count += len(ids) + 1
+            current().report("generating", min(count, tokens), tokens, "tokens")
+    data = "".join(json.dumps({"text": text}) + "\n" for text in documents if text).encode()
+    record = wanted | {
+        "tokens": count,
+        "documents": len(documents),
+        "sha256": hashlib.sha256(data).hexdigest(),
+    }
+    out.parent.mkdir(parents=True, exist_ok=True)
+    for path, content in ((out, data), (_record_file(out), (json.dumps(record, indent=1) + "\n").encode())):
+        partial = path.with_name(f"{path.name}.partial")
+        partial.write_bytes(content)
+        partial.replace(path)
+    return record
+
+
+def check_decoder(config: Mapping[str, Any], option: str = CALIBRATION) -> None:
+    """Refuse a model that cannot write text of its own, by its config.
+
+    Raises:
+        UsageError: An encoder-decoder.
+    """
+    if getattr(known_config(config), "is_encoder_decoder", False):
+        raise UsageError(
+            f"a {config.get('model_type')} model writes nothing without a source",
+            where=f"{option} generate",
+            fix=f"give {option} FILE; to sources or recordings alone the original writes with --targets generate",
+        )
+
+
+def check_writer(
+    model: str | Path,
+    *,
+    window: int,
+    device: torch.device,
+    trust_remote_code: bool = False,
+    option: str = CALIBRATION,
+) -> tuple[int, int | None, int]:
+    """Refuse a model that cannot write text here, before it is loaded.
+
+    Args:
+        model, window, trust_remote_code, option: As in `generate_text`.
+        device: Where it would run.
+
+    Returns:
+        The id that a text starts with, the one that it ends with (or None), and how many texts fit at a time.
+
+    Raises:
+        UsageError: An encoder-decoder, a tokenizer without a start token, or model and cache do not fit the device.
+    """
+    config = load_config_json(model)
+    check_decoder(config, option)
+    tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
+    end = tokenizer.eos_token_id  # also stands before a packed document, where there is no other start
+    known = (bos_id(tokenizer), tokenizer.bos_token_id, end)
+    start = next((found for found in known if found is not None), None)
+    if start is None:
+        raise UsageError(
+            "the tokenizer has no token that a text starts with",
+            where=f"{option} generate",
+            fix=f"give {option} FILE",
+        )
+    return int(start), end, _rows(model, config, window, device, option)
+
+
+def written_by(model: str | Path, file: Path) -> dict[str, Any] | None:
+    """The record of a file that `model` wrote and that nobody has changed since; None for any other."""
+    if not (file.exists() and _record_file(file).exists()):
+        return None
+    try:
+        record = read_json(_record_file(file))
+    except CheckpointError:
+        return None
+    same = record.get("model") == _model_id(model, load_config_json(model)) and isinstance(
+        record.get("tokens"), int
+    )
+    return record if same and hashlib.sha256(file.read_bytes()).hexdigest() == record.get("sha256") else None
+
+
+def _record_file(out: Path) -> Path:
+    return out.with_name(f"{out.name}.json")
+
+
+def _model_id(model: str | Path, config: dict[str, Any]) -> str:
+    """Which model wrote a file: its config and the sizes and dates of its weights."""
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
+    for path in sorted(Path(model).glob("*.safetensors")):
+        digest.update(f"{path.name} {path.stat().st_size} {path.stat().st_mtime_ns}".encode())
+    return digest.hexdigest()[:16]
+
+
+def _rows(model: str | Path, config: dict[str, Any], window: int, device: torch.device, option: str) -> int:
+    """How many sequences fit beside the weights.
+
+    Raises:
+        UsageError: Not even one.
+    """
+    free, weights = free_memory(device), weight_bytes(Path(model)) or 0
+    if free is None:
+        return MOST_ROWS
+    rows = max_batch(config, memory_bytes=free, context=window, weight_bytes=weights, reserve=RESERVE)
+    if rows < 1:
+        needed = weights + kv_bytes(config, context=window)
+        raise UsageError(
+            f"the model and its KV cache need {needed / 2**30:.1f} GiB, {device} has {free / 2**30:.1f} GiB free",
+            where=f"{option} generate",
+            fix=f"give {option} FILE with text that any engine sampled from the model",
+        )
+    return min(rows, MOST_ROWS)
+
+
+@contextlib.contextmanager
+def _seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Random numbers of `seed` inside, the caller's afterwards."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield
+
+
+def _sample(model: Any, start: int, end: int | None, rows: int, window: int) -> Iterator[list[int]]:
+    """Ids of `rows` documents, without start and end."""
+    from transformers import GenerationConfig
+
+    sampling = GenerationConfig(
+        do_sample=True,
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        max_new_tokens=window - 1,
+        eos_token_id=end,
+        pad_token_id=start if end is None else end,
+    )
+    ids = torch.full((rows, 1), start, device=model.device)
+    with torch.no_grad():
+        made = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=sampling)
+    for row in made[:, 1:].tolist():
+        yield row[: row.index(end)] if end in row else row

@@ -1,0 +1,102 @@
+"""What calibrated conversion may use, and which stages it makes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ..config import ConvertConfig, OptionError, ReconstructConfig
+from ..data import PairOptions, TextSource
+from ..progress import current
+from .plan import Plan
+
+CALIBRATED = ("joint", "align")  # methods that know which heads fit together, and use moments
+FLOAT32_PARAMETERS = 10**9  # models up to this size are worked on in float32
+WINDOW = ConvertConfig.calibration_window
+Stage = Callable[[str, int, int], None]
+UNITS = {"statistics": "blocks", "grouping": "layers", "fitting": "layers", "distilling": "steps"}
+
+
+@dataclass(frozen=True)
+class CalibrationOptions:
+    """What calibrated conversion may use, and which stages it makes: options of `ConvertConfig`.
+
+    Args:
+        texts: Paths and Hub names, or a source of texts in memory.
+        tokens, window: `calibration_tokens` and `calibration_window`.
+        grouping: As there, or `given`, which keeps what the plan holds.
+        text_column, statistics, refit, reconstruct, fit, device, seed, trust_remote_code: As there.
+        pairs: How pairs are read for an encoder-decoder.
+    """
+
+    texts: tuple[str, ...] | TextSource = ()
+    tokens: int = ConvertConfig.calibration_tokens
+    window: int = ConvertConfig.calibration_window
+    text_column: str = ConvertConfig.text_column
+    statistics: str | None = None
+    grouping: str | None = None
+    refit: bool | None = None
+    reconstruct: bool | None = None
+    fit: ReconstructConfig | None = None
+    device: Any = ConvertConfig.device
+    seed: int = ConvertConfig.seed
+    trust_remote_code: bool = False
+    pairs: PairOptions = field(default_factory=PairOptions)
+
+    @classmethod
+    def of(
+        cls, config: ConvertConfig, texts: tuple[str, ...] | TextSource, given: bool = False
+    ) -> CalibrationOptions:
+        """What the options of `convert` say about calibration.
+
+        Args:
+            config: Those options.
+            texts: Its `calibration`, as it is read.
+            given: Whether the groupings are given, by module.
+        """
+        return cls(
+            texts,
+            config.calibration_tokens,
+            config.calibration_window,
+            config.text_column,
+            config.statistics,
+            "given" if given else config.grouping,
+            config.refit,
+            config.reconstruct,
+            config.fit if isinstance(config.fit, ReconstructConfig) else None,
+            config.device,
+            config.seed,
+            config.trust_remote_code,
+            PairOptions.of(config),
+        )
+
+    def fitted(self, text: bool) -> ReconstructConfig | None:
+        """The stages after merging, or None if there are none.
+
+        Raises:
+            OptionError: One was asked for, and there is no text.
+        """
+        refit = text if self.refit is None else self.refit
+        regress = text if self.reconstruct is None else self.reconstruct
+        if not (refit or regress):
+            return None
+        if not text:
+            raise OptionError("refit" if refit else "reconstruct", "needs text", "give `calibration`")
+        return replace(self.fit or ReconstructConfig(), refit=refit, regress=regress, seed=self.seed)
+
+    def how(self, plan: Plan) -> str:
+        """The grouping asked for, or the method's default.
+
+        Raises:
+            OptionError: A search for a method that has no measure of what fits together.
+        """
+        if self.grouping == "search" and plan.method not in CALIBRATED:
+            raise OptionError(
+                "grouping", f"search needs a cost, and method {plan.method} has none", "use joint or align"
+            )
+        return self.grouping or ("search" if plan.method in CALIBRATED else "neighbours")
+
+    def say(self, stage: str, done: int, total: int) -> None:
+        """Report progress."""
+        current().report(stage, done, total, UNITS.get(stage, ""))

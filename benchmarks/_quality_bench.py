@@ -21,7 +21,7 @@ from _quality_rows import Shape, convert_flops, model_shape, uptrain_flops
 from _quality_schedule import Scratch
 from _quality_scores import scores
 
-from mha2gqa.calibration.generate import generate_text
+from mha2gqa.calibration.sampling import generate_text
 from mha2gqa.checkpoints.loading import load_model, load_tokenizer, resolve_device
 from mha2gqa.conversion.checkpoint import convert
 from mha2gqa.data import read_documents, token_blocks

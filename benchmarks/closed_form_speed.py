@@ -21,8 +21,8 @@ from _common import RESULTS, provenance, write_json
 
 from mha2gqa.architectures import AttentionSpec
 from mha2gqa.calibration import collect
+from mha2gqa.conversion.calibration_options import CalibrationOptions
 from mha2gqa.conversion.in_memory import assemble, plan_model
-from mha2gqa.conversion.options import CalibrationOptions
 from mha2gqa.conversion.rewrite import ModuleConverter
 from mha2gqa.conversion.search import grouped
 from mha2gqa.reconstruct import ReconstructConfig, reconstruct

@@ -17,8 +17,8 @@ from mha2gqa.architectures import find_spec
 from mha2gqa.calibration import collect
 from mha2gqa.checkpoints.hf_config import load_config_json
 from mha2gqa.checkpoints.loading import load_tokenizer
+from mha2gqa.conversion.calibration_options import CalibrationOptions
 from mha2gqa.conversion.inputs import Inputs, calibration_inputs, held_out_loss
-from mha2gqa.conversion.options import CalibrationOptions
 from mha2gqa.data import PairOptions
 from mha2gqa.errors import DataError, UsageError
 from mha2gqa.evaluation import evaluate

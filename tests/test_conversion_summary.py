@@ -17,9 +17,9 @@ from mha2gqa.conversion.plan import plan_conversion
 from mha2gqa.conversion.warnings import DECODER, PAIRS, T5, data_free_warnings, loss_warnings
 from mha2gqa.evaluation import evaluate
 from mha2gqa.evaluation.context import context_warnings
-from mha2gqa.evaluation.result import PositionLoss
+from mha2gqa.evaluation.evaluate_result import PositionLoss
 from mha2gqa.kv_cache import kv_bytes_per_token
-from mha2gqa.report.folder import card_metadata
+from mha2gqa.report.card_file import card_metadata
 from mha2gqa.uptraining import uptrain
 from tests.conftest import pico_llama, word_tokenizer
 from tests.families import stock_model

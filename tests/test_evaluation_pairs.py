@@ -21,7 +21,7 @@ from mha2gqa.data.generation import decode, generate_ids
 from mha2gqa.data.seq2seq import open_encoder
 from mha2gqa.errors import DataError, UsageError
 from mha2gqa.evaluation import LoadedModel, evaluate, measure_gates
-from mha2gqa.evaluation.generated import Texts, bleu_tokenizer, compare_texts, normaliser
+from mha2gqa.evaluation.generation_metrics import Texts, bleu_tokenizer, compare_texts, normaliser
 
 RNG = np.random.default_rng(0)
 ROWS = [

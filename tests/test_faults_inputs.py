@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 
 import mha2gqa
 from mha2gqa.cli.commands import cli
-from mha2gqa.cli.output import check_output
+from mha2gqa.cli.printing import check_output
 from mha2gqa.commands.describe import read_config
 from mha2gqa.commands.push import push
 from mha2gqa.errors import (

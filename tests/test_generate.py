@@ -13,13 +13,13 @@ from conftest import pico_llama, word_tokenizer
 
 from mha2gqa import convert, uptrain
 from mha2gqa.assets import tiny_model_path
-from mha2gqa.calibration import generate
-from mha2gqa.calibration.generate import generate_text
+from mha2gqa.calibration import sampling
+from mha2gqa.calibration.sampling import generate_text
 from mha2gqa.checkpoints.loading import load_config_json
 from mha2gqa.commands.dry_run import rehearse
 from mha2gqa.config import recipe_from_dict
 from mha2gqa.errors import UsageError
-from mha2gqa.uptraining import generated, run
+from mha2gqa.uptraining import run, sampled_data
 
 
 def test_text_is_sampled_once_and_its_hash_is_checked(
@@ -34,10 +34,10 @@ def test_text_is_sampled_once_and_its_hash_is_checked(
     documents = [json.loads(line)["text"] for line in out.read_text().splitlines()]
     assert facts["tokens"] >= 200 and len(documents) > 3 and len(set(documents)) > 3
     first = out.read_bytes()
-    monkeypatch.setattr(generate, "load_model", lambda *_, **__: pytest.fail("sampled again"))
+    monkeypatch.setattr(sampling, "load_model", lambda *_, **__: pytest.fail("sampled again"))
     assert generate_text(tiny_model_path(), out, tokens=150, window=32, seed=3, device="cpu") == facts
     monkeypatch.undo()
-    record = generate._record_file(out)
+    record = sampling._record_file(out)
     damages = (lambda: out.write_text("cut"), lambda: record.write_text("{"), lambda: record.write_text("{}"))
     for changed in (*damages, lambda: None):  # a damaged file is made again, the same
         changed()
@@ -52,8 +52,8 @@ def test_tokens_follow_the_models_own_distribution(tmp_path: Path) -> None:
     """No truncation and temperature 1: the first token of a document is as likely as the model says."""
     model = pico_llama().eval()
     wanted = model(input_ids=torch.tensor([[1]])).logits[0, -1].softmax(-1)
-    with generate._seeded(0, torch.device("cpu")):
-        rows = list(generate._sample(model, 1, None, 20_000, 2))
+    with sampling._seeded(0, torch.device("cpu")):
+        rows = list(sampling._sample(model, 1, None, 20_000, 2))
     counts = torch.tensor([row[0] for row in rows]).bincount(minlength=len(wanted)) / len(rows)
     spread = (wanted * (1 - wanted) / len(rows)).sqrt()
     assert float(((counts - wanted) / spread.clamp_min(1e-9)).abs().max()) < 5
@@ -62,9 +62,9 @@ def test_tokens_follow_the_models_own_distribution(tmp_path: Path) -> None:
 def test_what_cannot_be_sampled_is_refused_before_a_model_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(generate, "load_model", lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setattr(sampling, "load_model", lambda *_, **__: pytest.fail("loaded"))
     out = tmp_path / "g.jsonl"
-    monkeypatch.setattr(generate, "free_memory", lambda _: 1000)
+    monkeypatch.setattr(sampling, "free_memory", lambda _: 1000)
     with pytest.raises(UsageError, match="GiB free"):
         generate_text(tiny_model_path(), out, tokens=100, window=32, device="cpu")
     t5 = tmp_path / "t5"
@@ -74,7 +74,7 @@ def test_what_cannot_be_sampled_is_refused_before_a_model_is_loaded(
         generate_text(t5, out, tokens=100, device="cpu")
     bare = word_tokenizer(tmp_path / "bare")
     (bare / "config.json").write_text(json.dumps(load_config_json(tiny_model_path())))
-    monkeypatch.setattr(generate, "load_tokenizer", lambda *_, **__: _NoStart())
+    monkeypatch.setattr(sampling, "load_tokenizer", lambda *_, **__: _NoStart())
     with pytest.raises(UsageError, match="starts with"):
         generate_text(bare, out, tokens=100, window=32, device="cpu")
     assert list(tmp_path.glob("g*")) == []
@@ -94,7 +94,7 @@ def test_a_conversion_calibrates_on_what_its_original_writes(
     first = convert(tmp_path / "mha", tmp_path / "out", 2, calibration="generate", **words)
     file = tmp_path / "out.generated.jsonl"
     assert first.method == "joint" and first.calibration["texts"] == [str(file)] and file.exists()
-    monkeypatch.setattr(generate, "load_model", lambda *_, **__: pytest.fail("sampled again"))
+    monkeypatch.setattr(sampling, "load_model", lambda *_, **__: pytest.fail("sampled again"))
     again = convert(tmp_path / "mha", tmp_path / "out", 2, calibration=["generate"], force=True, **words)
     assert again.calibration["losses"] == first.calibration["losses"]
 
@@ -138,7 +138,7 @@ def test_uptraining_takes_what_convert_sampled_and_samples_the_rest(
         asked.append(words | {"model": model, "out": out})
         return generate_text(model, out, **words)
 
-    monkeypatch.setattr(generated, "generate_text", sampled)
+    monkeypatch.setattr(sampled_data, "generate_text", sampled)
     made = uptrain(gqa, tmp_path / "up", "generate", **TRAINED)
     first = json.loads((tmp_path / "gqa.generated.jsonl.json").read_text())
     (rest,) = asked
@@ -163,7 +163,7 @@ def test_an_uptraining_that_broke_off_does_not_sample_again(
         with pytest.raises(ZeroDivisionError):
             uptrain(gqa, tmp_path / "up", "generate", **TRAINED)
     assert (tmp_path / "up.generated.jsonl").exists()
-    monkeypatch.setattr(generate, "load_model", lambda *_, **__: pytest.fail("sampled again"))
+    monkeypatch.setattr(sampling, "load_model", lambda *_, **__: pytest.fail("sampled again"))
     assert uptrain(gqa, tmp_path / "up", "generate", **TRAINED).losses["held_out_end"] > 0
 
 
@@ -185,7 +185,7 @@ def test_an_uptraining_whose_original_cannot_write_is_refused_before_the_work(
     (t5 / "config.json").write_text(json.dumps({"model_type": "t5", "is_encoder_decoder": True}))
     with pytest.raises(UsageError, match=r'data="generate": a t5 model writes nothing.*data=FILE'):
         uptrain(t5, out, "generate", **TRAINED)
-    monkeypatch.setattr(generate, "free_memory", lambda _: 1000)
+    monkeypatch.setattr(sampling, "free_memory", lambda _: 1000)
     with pytest.raises(UsageError, match=r'data="generate": .*GiB free.*data=FILE'):
         uptrain(gqa, out, "generate", **TRAINED)
     assert not out.exists() and not out.with_name("up.uptrain").exists()

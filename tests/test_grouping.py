@@ -18,7 +18,7 @@ from mha2gqa.errors import UsageError
 from mha2gqa.heads import AttentionWeights
 from mha2gqa.merging import MergeContext
 from mha2gqa.merging.grouping import canonical, evaluations, read_groupings, search
-from mha2gqa.merging.setup import merge_objective
+from mha2gqa.merging.module_objective import merge_objective
 from mha2gqa.reconstruct.ranks import Ranks
 
 

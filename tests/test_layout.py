@@ -7,6 +7,7 @@ import importlib.util
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,14 @@ def test_imports_point_up_the_list(path: Path) -> None:
     for layer in imported_layers(path) - {own}:
         assert layer in LAYERS, f"{path.name} imports {layer}, which has no place in the list of layers"
         assert LAYERS.index(layer) < LAYERS.index(own), f"{own} imports {layer}, which is below it"
+
+
+def test_no_two_modules_have_one_name() -> None:
+    """A file of `config/` may be called as the command or the room whose options it declares."""
+    names = Counter(
+        path.stem for path in modules() if path.name != "__init__.py" and "config" not in path.parts
+    )
+    assert [name for name, count in names.items() if count > 1] == []
 
 
 def test_light_modules_import_no_torch() -> None:

@@ -12,7 +12,7 @@ from mha2gqa.architectures import AttentionSpec
 from mha2gqa.calibration import SecondMoments
 from mha2gqa.heads import AttentionWeights, expand, neighbours, query_order, rotary_pair_index
 from mha2gqa.merging import MERGERS, MergeContext
-from mha2gqa.merging.setup import merge_objective
+from mha2gqa.merging.module_objective import merge_objective
 
 D, T = 24, 11
 GROUPING = ((0, 4), (1, 3), (2, 5))

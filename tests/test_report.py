@@ -26,7 +26,7 @@ from markdown_it import MarkdownIt
 from mha2gqa.assets import heldout_path, tiny_model_path
 from mha2gqa.errors import UsageError
 from mha2gqa.evaluation import ModelResult
-from mha2gqa.evaluation.generated import METRICS as GENERATED
+from mha2gqa.evaluation.generation_metrics import METRICS as GENERATED
 from mha2gqa.report import (
     Report,
     display_name,
@@ -46,9 +46,9 @@ from mha2gqa.report import (
     write_pictures,
     write_report,
 )
+from mha2gqa.report.card_file import card_metadata, license_of, write_card
 from mha2gqa.report.content import Table, best_rows, models_table
-from mha2gqa.report.folder import card_metadata, license_of, write_card
-from mha2gqa.report.generated import METRICS
+from mha2gqa.report.generation_scores import METRICS
 from mha2gqa.report.layers import layers_table
 from mha2gqa.report.numbers import fixed, ratio_text
 from mha2gqa.report.svg import method_colour, spread, styled_figure
@@ -922,7 +922,7 @@ def test_a_broken_card_of_the_source_is_no_licence_and_no_error(tmp_path: Path, 
 def test_a_card_without_front_matter_is_read_in_silence(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from mha2gqa.report.folder import card_metadata
+    from mha2gqa.report.card_file import card_metadata
 
     card = tmp_path / "README.md"
     for text in ("# A model\n\nNo metadata.\n", "---\n# Between rules, which never close\n", ""):

@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 import pytest
 
 from mha2gqa.errors import UsageError
-from mha2gqa.evaluation.result import EvaluateResult, ModelResult
+from mha2gqa.evaluation.evaluate_result import EvaluateResult, ModelResult
 from mha2gqa.results import Result
-from mha2gqa.uptraining.result import UptrainResult
+from mha2gqa.uptraining.uptrain_result import UptrainResult
 
 
 def model_result(path: str, loss: float, **further: Any) -> ModelResult:

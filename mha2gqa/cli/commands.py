@@ -28,8 +28,8 @@ from ..config.key_values import read_fit, read_sets
 from ..errors import UsageError
 from .exit_codes import run_command
 from .options import FitCommand, common, takes
-from .output import check_output, emit, write_json
-from .progress import shown_progress
+from .printing import check_output, emit, write_json
+from .progress_lines import shown_progress
 from .recipes import completion, recipes
 
 MAIN, JOBS, OTHER = "Steps", "Whole jobs", "More"

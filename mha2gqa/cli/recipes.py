@@ -12,7 +12,7 @@ from ..assets import recipe_paths
 from ..checkpoints.atomic import write_text
 from ..errors import UsageError
 from .options import common
-from .output import emit
+from .printing import emit
 
 SHELLS = ("bash", "zsh", "fish")
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..checkpoints.hf_config import text_config
 from ..config import ConvertConfig, ReconstructConfig
-from ..conversion.options import FLOAT32_PARAMETERS
+from ..conversion.calibration_options import FLOAT32_PARAMETERS
 from ..conversion.plan import ModulePlan, Plan
 from ..merging.grouping import evaluations
 

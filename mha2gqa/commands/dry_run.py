@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..calibration.generate import CALIBRATION, DATA, check_decoder
+from ..calibration.sampling import CALIBRATION, DATA, check_decoder
 from ..checkpoints.hf_config import is_encoder_decoder, longest_context
 from ..config import Recipe, ReportConfig
 from ..config.convert import DEFAULT_METHOD

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..checkpoints.hf_config import load_config_json, longest_context
 from ..config import Recipe
-from ..evaluation.result import exp
+from ..evaluation.evaluate_result import exp
 from ..report import Report, display_name, how_to_load, hub_name, number, source_license
 from ..report.content import wide_heads
 from ..results import versions

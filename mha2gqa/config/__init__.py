@@ -8,11 +8,11 @@ from .commands import BenchConfig, DemoConfig, ExportConfig, PlanConfig, PushCon
 from .convert import ConvertConfig
 from .evaluate import EvaluateConfig, GateConfig
 from .option import Config, OptionError, declared
-from .reading import load_recipe, recipe_from_dict, recipe_from_overrides
 from .recipe import SECTIONS, Recipe, Section
+from .recipe_reading import load_recipe, recipe_from_dict, recipe_from_overrides
 from .reconstruct import ReconstructConfig
 from .report import ReportConfig, SweepConfig
-from .trainer import TrainerOptions
+from .training_arguments import TrainerOptions
 from .uptrain import UptrainConfig
 
 __all__ = [

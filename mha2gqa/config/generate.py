@@ -19,7 +19,7 @@ from .option import CLI, RECIPE, Config, Declared, declared, plain
 from .recipe import Recipe
 from .reconstruct import ReconstructConfig
 from .report import ReportConfig, SweepConfig
-from .trainer import TrainerOptions
+from .training_arguments import TrainerOptions
 from .uptrain import UptrainConfig
 
 HERE = Path(__file__).parent

@@ -9,10 +9,10 @@ from typing import Any
 from ..errors import UsageError
 from .coerce import Invalid, is_removed, short, unknown_key
 from .option import Declared, OptionError, declared
-from .reading import hidden
 from .recipe import keys
+from .recipe_reading import hidden
 from .reconstruct import ReconstructConfig
-from .trainer import TrainerOptions, read_training_arg
+from .training_arguments import TrainerOptions, read_training_arg
 from .uptrain import UptrainConfig
 from .yaml_text import NotYaml, parse_value
 

@@ -6,7 +6,7 @@ from typing import Any, get_args, get_origin
 
 from .option import Config, Declared, optional, plain
 from .recipe import SECTIONS, Recipe, keys
-from .trainer import TrainerOptions
+from .training_arguments import TrainerOptions
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 _BOUNDS = {">": "exclusiveMinimum", ">=": "minimum", "<": "exclusiveMaximum", "<=": "maximum"}

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from .coerce import Steps
 from .option import ADVANCED, CLI, OUTPUT, TEACHER, TRAINING, WHAT, OptionError, declared, option
 from .pair_options import GENERATE, PairConfig
-from .trainer import read_training_args
+from .training_arguments import read_training_args
 
 Train = Literal["all", "attention", "lora", "qlora"]
 Objective = Literal["auto", "next-token", "span-corruption", "pairs"]

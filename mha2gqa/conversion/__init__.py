@@ -1,8 +1,8 @@
 """What a conversion learns from text before it writes: second moments, groupings, and fitted modules."""
 
 from .calibrated import Calibrated, calibrate, convert_model
+from .calibration_options import WINDOW, CalibrationOptions, Stage
 from .inputs import Inputs, calibration_inputs
-from .options import WINDOW, CalibrationOptions, Stage
 
 __all__ = [
     "WINDOW",

@@ -25,11 +25,11 @@ from ..config.given import require_model
 from ..config.signature import names_in_python
 from ..progress import Callback, Progress, reporting
 from ..reconstruct import ReconstructConfig
+from .calibration_options import CALIBRATED, CalibrationOptions, Stage
 from .converted import Converted
 from .in_memory import assemble, plan_model
 from .inputs import Inputs
 from .known_statistics import about_statistics, check_owner, saved_statistics, statistics_warnings
-from .options import CALIBRATED, CalibrationOptions, Stage
 from .plan import ATTENTION, Groupings, Plan
 from .rewrite import module_converters
 from .search import grouped

@@ -41,12 +41,12 @@ from ..verification.checks import failed, verify_folder
 from ..verification.preflight import check_early, demand, settled, unchecked
 from ..verification.tiny_random import EQUIVALENCE, Check, check_arch_conversion
 from . import Calibrated, CalibrationOptions, Stage, calibrate, convert_model
-from .generated import with_generated
 from .in_memory import convert_state_dict
 from .plan import Groupings, Plan, plan_conversion
 from .recommended import next_command
 from .result_files import move_alignment_heads, write_config
 from .result_tensors import result_tensors
+from .sampled_text import with_generated
 from .untie import untied
 from .warnings import (
     broken_warnings,

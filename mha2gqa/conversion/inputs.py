@@ -32,7 +32,7 @@ from ..data.spans import sentinel_ids
 from ..errors import DataError
 from ..evaluation import block_loss
 from ..progress import current
-from .options import CalibrationOptions
+from .calibration_options import CalibrationOptions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

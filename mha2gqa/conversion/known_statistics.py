@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..calibration import Statistics, fingerprint, load_statistics
 from ..errors import UsageError
-from .options import CALIBRATED, CalibrationOptions
+from .calibration_options import CALIBRATED, CalibrationOptions
 from .plan import Plan
 
 

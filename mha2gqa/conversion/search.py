@@ -13,11 +13,11 @@ from .. import heads
 from ..calibration import Statistics
 from ..checkpoints.loading import resolve_device
 from ..merging.grouping import evaluations, read_groupings, search
+from ..merging.module_objective import merge_objective
 from ..merging.objective import MergeObjective
-from ..merging.setup import merge_objective
 from ..merging.subspace import one_by_one
 from ..reconstruct.ranks import Ranks
-from .options import CalibrationOptions
+from .calibration_options import CalibrationOptions
 from .plan import Groupings, ModulePlan, Plan
 from .rewrite import check_finite, merge_context
 from .workers import Workers, workers

@@ -31,11 +31,11 @@ from ..errors import UsageError
 from ..progress import current
 from ..reconstruct import ReconstructConfig
 from ..reconstruct.hidden_states import block_paths
+from .calibration_options import FLOAT32_PARAMETERS, CalibrationOptions
 from .converted import Converted, NotAChain
 from .in_memory import plan_model
 from .inputs import Inputs, calibration_inputs
 from .known_statistics import saved_statistics
-from .options import FLOAT32_PARAMETERS, CalibrationOptions
 from .plan import ModulePlan, Plan
 from .result_tensors import result_shapes
 from .rewrite import ModuleConverter, module_converters

@@ -36,12 +36,12 @@ from ..reconstruct.ranks import Ranks
 from ..reconstruct.row_store import Memory, choose_place
 from ..reconstruct.train_state import frozen, repeatable
 from .block_weights import BlockWeights, tensor_of
+from .calibration_options import CALIBRATED, CalibrationOptions
 from .clock import Clock
 from .converted import Converted, NotAChain
 from .in_memory import empty_copy
 from .inputs import Inputs, held_out_loss
 from .measured import Measured
-from .options import CALIBRATED, CalibrationOptions
 from .plan import ModulePlan, Plan
 from .rewrite import ModuleConverter
 from .search import grouped

@@ -15,9 +15,9 @@ from ..calibration import (
 from ..checkpoints.streaming import Layers
 from ..progress import current
 from ..reconstruct import ReconstructConfig, distill
+from .calibration_options import CalibrationOptions
 from .converted import Converted, fit_config
 from .inputs import Inputs, held_out_loss, split_held_out
-from .options import CalibrationOptions
 from .plan import Plan
 from .search import grouped
 from .storing import result_spec

@@ -2,9 +2,7 @@
 
 from .bootstrap import Interval, PairedTest, bootstrap, paired_test
 from .comparison import evaluate
-from .gates import check_gates, check_limits, measure_gates, perplexity_ratio, require
-from .protocols import PROTOCOLS, Settings, Window
-from .result import (
+from .evaluate_result import (
     Agreement,
     EvaluateConfig,
     EvaluateResult,
@@ -13,6 +11,8 @@ from .result import (
     PositionLoss,
     WorstDocument,
 )
+from .gates import check_gates, check_limits, measure_gates, perplexity_ratio, require
+from .protocols import PROTOCOLS, Settings, Window
 from .scoring import block_loss
 
 __all__ = [

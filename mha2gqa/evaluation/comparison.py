@@ -23,10 +23,10 @@ from ..errors import DataError
 from ..progress import Callback, Progress, current, reporting
 from .agreement import attention_error
 from .batching import Batch, make_batches
+from .evaluate_result import EvaluateConfig, EvaluateResult, LoadedModel, ModelRef
 from .lm_eval import run_tasks
 from .metrics import Sources, summarise
 from .protocols import PROTOCOLS, Settings, Skipped, Window
-from .result import EvaluateConfig, EvaluateResult, LoadedModel, ModelRef
 from .scoring import Scorer, TokenScores, score_batches
 from .setup import EvalModel, ResolvedConfig, prepare
 

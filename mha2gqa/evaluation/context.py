@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from .result import PositionLoss
+from .evaluate_result import PositionLoss
 
 RISE = 0.2  # nats: more than text of another kind at other places makes of it
 ENOUGH = 1024  # tokens from which a mean is worth comparing

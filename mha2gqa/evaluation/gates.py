@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import GateError, UsageError
-from .result import EvaluateResult, exp
+from .evaluate_result import EvaluateResult, exp
 
 Row = Mapping[str, Any]  # one of `evaluate`'s `models[]`
 

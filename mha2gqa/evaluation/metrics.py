@@ -14,9 +14,9 @@ from ..kv_cache import kv_bytes_per_token
 from .batching import Batch
 from .bootstrap import Interval, PairedTest, bootstrap, paired_test
 from .context import context_warnings
-from .generated import Texts, bleu_tokenizer, compare_texts, normaliser
+from .evaluate_result import Agreement, EvaluateResult, ModelResult, PositionLoss, WorstDocument, exp
+from .generation_metrics import Texts, bleu_tokenizer, compare_texts, normaliser
 from .protocols import SPAN_CORRUPTION, Skipped, Window, describe_bos
-from .result import Agreement, EvaluateResult, ModelResult, PositionLoss, WorstDocument, exp
 from .scoring import TokenScores
 
 if TYPE_CHECKING:

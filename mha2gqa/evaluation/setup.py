@@ -29,11 +29,11 @@ from ..data.memory import Replayed
 from ..data.seq2seq import PairEncoder, is_audio, load_extractor, open_encoder
 from ..data.spans import ENCODER_TOKENS, sentinel_ids
 from ..errors import DataError, UsageError
-from .generated import choose_metrics
+from .evaluate_result import EvaluateConfig, LoadedModel, ModelRef, model_name
+from .generation_metrics import choose_metrics
 from .lm_eval import TaskScores, check_tasks
 from .metrics import MetricSums
 from .protocols import PAIRS, PROTOCOLS, SEQ2SEQ, SPAN_CORRUPTION, choose_bos
-from .result import EvaluateConfig, LoadedModel, ModelRef, model_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

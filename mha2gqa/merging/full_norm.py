@@ -20,8 +20,8 @@ from torch import Tensor
 
 from ..heads import AttentionWeights, Grouping, query_order, rotary_pair_index
 from .covariance import augmented, key_moment
+from .module_objective import full_norm_gains
 from .objective import MergeObjective
-from .setup import full_norm_gains
 from .subspace import ratio
 
 _FLAT = 1e-12  # share of the forms' squares below which no turn is worth while

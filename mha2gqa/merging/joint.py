@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ..heads import AttentionWeights, Grouping
 from .base import MergeContext, Merged
+from .module_objective import merge_objective
 from .objective import Symmetries
-from .setup import merge_objective
 from .solve import merge
 
 

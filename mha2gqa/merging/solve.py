@@ -12,8 +12,8 @@ from ..heads import AttentionWeights, Grouping, rotary_pair_index, wide_dims
 from .covariance import augmented, key_moment, value_moment
 from .full_norm import with_gains
 from .mean import pooled
+from .module_objective import has_sinks, head_energy
 from .objective import MergeObjective
-from .setup import has_sinks, head_energy
 
 
 def merge(objective: MergeObjective, grouping: Grouping) -> tuple[AttentionWeights, float]:

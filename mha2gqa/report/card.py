@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .content import Report, differences, headline, limits, models_table, scoring
-from .generated import METRICS
+from .generation_scores import METRICS
 from .names import display_name, hub_name, public
 from .numbers import finite
 from .templating import Markdown, escape_markdown, markdown_table, markdown_templates

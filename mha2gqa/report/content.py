@@ -6,7 +6,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .generated import generation_cells, generation_columns, generation_differences, generation_metrics
+from .generation_scores import (
+    generation_cells,
+    generation_columns,
+    generation_differences,
+    generation_metrics,
+)
 from .numbers import (
     finite,
     fixed,

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 from .budget import Budget, UptrainConfig, plan_budget
 
 if TYPE_CHECKING:
-    from .result import UptrainResult
     from .run import run_uptrain, train_model, uptrain
+    from .uptrain_result import UptrainResult
 
 __all__ = ["Budget", "UptrainConfig", "UptrainResult", "plan_budget", "run_uptrain", "train_model", "uptrain"]
 
-_HOMES = {"train_model": "run", "UptrainResult": "result", "run_uptrain": "run", "uptrain": "run"}
+_HOMES = {"train_model": "run", "UptrainResult": "uptrain_result", "run_uptrain": "run", "uptrain": "run"}
 
 
 def __getattr__(name: str) -> Any:

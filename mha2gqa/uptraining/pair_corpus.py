@@ -22,7 +22,7 @@ from ..progress import current
 from .batches import Batch, BlockOrder, Mixture
 from .budget import Budget, PairBudget, UptrainConfig, plan_pair_budget, wanted_tokens
 from .corpus import SHUFFLED_BYTES, Corpus, blaming_eval_data
-from .pair_options import pairs_multiple, run_encoder
+from .pair_checks import pairs_multiple, run_encoder
 from .pair_store import Pairs, PairsInMemory, StoredPairs, content_key, is_written, write_pairs
 from .prepare import PreparedRun
 from .run_dir import check_sources

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..architectures import check_read
-from ..calibration.generate import DATA, check_decoder
+from ..calibration.sampling import DATA, check_decoder
 from ..checkpoints.fingerprints import checkpoint_fingerprint
 from ..checkpoints.hf_config import is_encoder_decoder, load_config_json, longest_context, text_config
 from ..checkpoints.manifest import MANIFEST, original_place, read_manifest
@@ -21,7 +21,7 @@ from ..data.spans import ENCODER_TOKENS
 from ..errors import CheckpointError, UsageError
 from .batches import Collator, SpanCollator
 from .budget import Budget, UptrainConfig, plan_budget, plan_pair_budget
-from .pair_options import (
+from .pair_checks import (
     PAIRS,
     UNKNOWN_PAIRS,
     check_data_options,
@@ -31,8 +31,8 @@ from .pair_options import (
     reads_pairs,
 )
 from .qlora import require_bitsandbytes
-from .result import UptrainResult, recorded_result
 from .run_dir import recipe_keys
+from .uptrain_result import UptrainResult, recorded_result
 
 logger = logging.getLogger(__name__)
 

@@ -29,19 +29,19 @@ from .arguments import build_arguments
 from .batches import BlockOrder, Collate, Collator, IdBlocks
 from .corpus import Corpus, load_corpus
 from .distributed_training import whole_models
-from .generated import check_generated, with_generated
 from .model_prep import require_document_masking
+from .pair_checks import PAIRS
 from .pair_corpus import corpus_in_memory, load_pair_corpus
-from .pair_options import PAIRS
 from .pair_store import PairsInMemory
 from .prepare import PreparedRun, prepare, prepare_in_memory
 from .publish import manifest_with, publish_trained
 from .qlora import add_quantised_adapter, merge_quantised
-from .result import UptrainResult
 from .run_dir import TEACHER, RunDirectory
+from .sampled_data import check_generated, with_generated
 from .teacher import Teacher, check_teacher, check_tokenizers, load_teacher, model_inputs
 from .teacher_cache import cache_teacher
 from .train import TrainingRun, memory_advice, summarise, train
+from .uptrain_result import UptrainResult
 
 logger = logging.getLogger(__name__)
 

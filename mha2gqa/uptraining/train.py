@@ -33,11 +33,11 @@ from .model_prep import (
     worth_compiling,
 )
 from .prepare import PreparedRun
-from .result import UptrainResult
 from .run_dir import RunDirectory
 from .teacher import Teacher
 from .throughput import training_flops
 from .trainer import UptrainTrainer
+from .uptrain_result import UptrainResult
 
 logger = logging.getLogger(__name__)
 

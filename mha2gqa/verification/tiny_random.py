@@ -24,7 +24,7 @@ from ..data.pairs import is_audio
 from ..errors import Mha2gqaError
 from ..merging import MERGERS, MergeContext
 from ..modeling import exported_class, find_export, part_class
-from .wide import cut_factors, frequency_difference, wide_difference, wideness, width
+from .wide_heads import cut_factors, frequency_difference, wide_difference, wideness, width
 
 _WIDTH, _LAYERS, _VOCAB = 8, 2, 96
 _SMALL = {

@@ -155,7 +155,7 @@ def test_chats_without_an_assistant_teach_nothing(models, tmp_path, streaming):
 
 def test_chats_are_not_isolated(models, tmp_path):
     student, chats = models
-    with pytest.raises(UsageError, match="isolate_documents: is not possible with chats"):
+    with pytest.raises(UsageError, match="isolate_documents: cannot be used with chats"):
         uptrain(
             student,
             tmp_path / "up",

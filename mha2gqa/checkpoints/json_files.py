@@ -25,7 +25,7 @@ def parse_json(data: bytes | str, pairs: Callable[[list[tuple[str, Any]]], Any] 
         pairs: Makes an object of its pairs; a dict, where of two equal names the last counts, by default.
 
     Raises:
-        ValueError: With a short reason: broken, nested too deeply, numbers too long, half a character.
+        ValueError: With a short reason: broken, nested too deeply, numbers too long, an invalid surrogate.
     """
     try:
         text = data if isinstance(data, str) else data.decode("utf-8")

@@ -269,15 +269,15 @@ def _without_weights(
     register(raw)
     check_consent(raw, path, trust_remote_code)
     chosen = loading_class(raw)
-    words: dict[str, Any] = {"dtype": dtype, "attn_implementation": attn_implementation}
+    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attn_implementation}
     with quiet():
         try:
             config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
             with init_empty_weights(include_buffers=False):
                 if hasattr(chosen, "from_config"):
-                    model = chosen.from_config(config, trust_remote_code=trust_remote_code, **words)
+                    model = chosen.from_config(config, trust_remote_code=trust_remote_code, **options)
                 else:
-                    model = chosen._from_config(config, **words)
+                    model = chosen._from_config(config, **options)
         except Exception as error:  # whatever a class raises, it is this folder that it refuses
             raise CheckpointError(
                 f"its class cannot be built ({reason(error)})", where=path, fix="check config.json"

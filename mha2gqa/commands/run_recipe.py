@@ -200,39 +200,39 @@ class Job:
 
     def convert(self) -> dict[str, Any]:
         """The converted checkpoint."""
-        words = self.recipe.convert.options()
-        words["calibration"] = resolve_data(self.recipe.convert.calibration, self.texts)
+        options = self.recipe.convert.options()
+        options["calibration"] = resolve_data(self.recipe.convert.calibration, self.texts)
         inputs = {
             "source": self.original,
-            "convert": self._named(words),
-            "text": source_fingerprints(words["calibration"]),
+            "convert": self._named(options),
+            "text": source_fingerprints(options["calibration"]),
         }
-        groups = words.pop("groups")
-        if not words["calibration"]:
-            del words["calibration"]
+        groups = options.pop("groups")
+        if not options["calibration"]:
+            del options["calibration"]
         if self.recipe.trust_remote_code:
-            words["trust_remote_code"] = True
+            options["trust_remote_code"] = True
 
         def work(replace: bool) -> dict[str, Any]:
-            return convert(self.source, self.converted, groups, force=replace, **words).to_dict()
+            return convert(self.source, self.converted, groups, force=replace, **options).to_dict()
 
         return self.records.stage("convert", inputs, work, _convert_detail, self.converted)
 
     def evaluate(self, name: str, models: Mapping[str, str]) -> dict[str, Any]:
         """Figures of some models, by role."""
-        words = self.recipe.evaluate.options()
-        data = resolve_data(words.pop("data"), self.texts)
-        if words.pop("agreement", False):
-            words["against"] = next(iter(models.values()))
-        words["trust_remote_code"] = self.recipe.trust_remote_code
+        options = self.recipe.evaluate.options()
+        data = resolve_data(options.pop("data"), self.texts)
+        if options.pop("agreement", False):
+            options["against"] = next(iter(models.values()))
+        options["trust_remote_code"] = self.recipe.trust_remote_code
         inputs = {
-            "evaluate": words,
+            "evaluate": options,
             "text": source_fingerprints(data),
             "models": {r: source_fingerprint(p) for r, p in models.items()},
         }
 
         def work(replace: bool) -> dict[str, Any]:
-            found = evaluate(list(models.values()), data, **words).to_dict()
+            found = evaluate(list(models.values()), data, **options).to_dict()
             for row, role in zip(found["models"], models, strict=True):
                 row["role"] = role
             return found
@@ -242,21 +242,21 @@ class Job:
     def uptrain(self) -> dict[str, Any]:
         """The uptrained checkpoint; an interrupted run continues where it was."""
         assert self.recipe.uptrain is not None
-        words = self.recipe.uptrain.options()
-        further = words.pop("training_args", {})
-        data = resolve_data(words.pop("data"), self.texts)
+        options = self.recipe.uptrain.options()
+        further = options.pop("training_args", {})
+        data = resolve_data(options.pop("data"), self.texts)
         inputs = {
-            "uptrain": self._named(words | further),
+            "uptrain": self._named(options | further),
             "converted": source_fingerprint(str(self.converted)),
         }
         inputs["text"] = source_fingerprints(data)
-        if "eval_data" in words:
-            words["eval_data"] = tuple(resolve_data(words["eval_data"], self.texts))
-        words |= {"force": self.records.force, "trust_remote_code": self.recipe.trust_remote_code}
+        if "eval_data" in options:
+            options["eval_data"] = tuple(resolve_data(options["eval_data"], self.texts))
+        options |= {"force": self.records.force, "trust_remote_code": self.recipe.trust_remote_code}
 
         def work(replace: bool) -> dict[str, Any]:
             return uptrain(
-                self.converted, self.uptrained, data, callbacks=self.callbacks, **words, **further
+                self.converted, self.uptrained, data, callbacks=self.callbacks, **options, **further
             ).to_dict()
 
         return self.records.stage(
@@ -284,9 +284,9 @@ class Job:
         )
 
     @staticmethod
-    def _named(words: Mapping[str, Any]) -> dict[str, Any]:
+    def _named(options: Mapping[str, Any]) -> dict[str, Any]:
         """Options without the names of texts: those count by content."""
-        return {key: value for key, value in words.items() if key not in ("calibration", "device")}
+        return {key: value for key, value in options.items() if key not in ("calibration", "device")}
 
 
 def check_gate(recipe: Recipe, models: Sequence[Mapping[str, Any]]) -> None:

@@ -114,7 +114,7 @@ class TextSource:
             if self.limit is not None and seen >= self.limit:
                 return
         if number == self.empty:
-            raise DataError("there is no text in it", where=", ".join(self.names))
+            raise DataError("holds no text", where=", ".join(self.names))
 
     def _documents(self) -> Iterator[Document]:
         if self._items is not None:
@@ -245,7 +245,7 @@ def _size(document: Document) -> int:
         return len(document.text.encode())
     except UnicodeEncodeError as error:
         raise DataError(
-            f"half a character (\\u{ord(document.text[error.start]):04x}) without its other half",
+            f"invalid UTF-16 surrogate \\u{ord(document.text[error.start]):04x}",
             where=document.source,
             fix="repair the text",
         ) from error

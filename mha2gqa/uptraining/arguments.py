@@ -1,4 +1,4 @@
-"""TrainingArguments of a run: the budget's, ours by default, and the user's own words, checked by name."""
+"""TrainingArguments of a run: the budget's, ours by default, and the user's options, checked by name."""
 
 from __future__ import annotations
 
@@ -69,18 +69,18 @@ def check_device(device: str) -> bool:
     return device == "cpu" or not torch.cuda.is_available()
 
 
-def _built(words: dict[str, Any]) -> TrainingArguments:
+def _built(options: dict[str, Any]) -> TrainingArguments:
     """The arguments, with the packages that they need.
 
     Raises:
         UsageError: transformers refuses a value, or a package is missing.
     """
     try:
-        args = TrainingArguments(**words)
+        args = TrainingArguments(**options)
         for tracker in get_reporting_integration_callbacks(args.report_to):
             tracker()  # it says what is to be installed
         _, used = Trainer.get_optimizer_cls_and_kwargs(args)
-        plain = words | {"optim_args": None}
+        plain = options | {"optim_args": None}
         if args.optim_args and used == Trainer.get_optimizer_cls_and_kwargs(TrainingArguments(**plain))[1]:
             raise UsageError(
                 f"is not read by optim {OptimizerNames(args.optim).value}",
@@ -121,7 +121,7 @@ def micro_batch(budget: Budget, world: int, device: str, given: int | None) -> i
 def build_arguments(
     config: UptrainConfig, budget: Budget, folder: Path, hidden_size: int, evaluates: bool
 ) -> TrainingArguments:
-    """TrainingArguments of a run: our defaults, then the user's own words over them."""
+    """TrainingArguments of a run: our defaults, then the user's options over them."""
     extra = installed_names(config.training_args)
     if extra.get("fsdp") and not is_launched():
         raise UsageError(

@@ -245,7 +245,7 @@ def load_corpus(
     if chats:
         if not isinstance(collate, Collator) or config.isolate_documents:
             where = "isolate_documents" if config.isolate_documents else "objective span-corruption"
-            raise UsageError("is not possible with chats", where=where, fix="leave it out, or train on text")
+            raise UsageError("cannot be used with chats", where=where, fix="leave it out, or train on text")
         collate = Collator(counts_labels=True)
     cutter = BlockCutter(config, budget, tokenizer, chats, folder, embeddings)
     scored = _held_out_blocks(cutter, texts, warnings.append)

@@ -17,6 +17,7 @@ from .checkpoints.hf_config import (
     first_value,
     is_encoder_decoder,
     known_config,
+    longest_context,
     optional,
     positive,
     text_config,
@@ -39,6 +40,7 @@ _DECODER_LAYERS = (
 _DECODER_HEADS = (
     "decoder_attention_heads", "num_heads", "decoder_num_attention_heads", "num_attention_heads",
 )  # fmt: skip
+UNLIMITED_CONTEXT = 512  # of an encoder-decoder whose config has no longest: T5's pretraining
 ROUTED_EXPERTS = re.compile(r"(^|\.)experts\.")  # `shared_experts` are read for every token
 
 
@@ -126,13 +128,50 @@ def kv_bytes(
             whatever it writes), else as many as `context`.
         dtype_bytes: As in `kv_bytes_per_token`.
     """
-    fixed = optional(getattr(known_config(config), "max_source_positions", None), "max_source_positions")
-    source = source_context or fixed or context
+    source = source_context or _source_positions(config) or context
     total = 0
     for layer in kv_layers(config):
         tokens = source if layer.cross else context
         total += layer.values_per_token * (tokens if layer.window is None else min(tokens, layer.window))
     return total * batch * _bytes(config, dtype_bytes)
+
+
+def sequence_cache(
+    config: Mapping[str, Any], *, context: int | None = None, dtype_bytes: int | None = None
+) -> dict[str, int]:
+    """What one sequence of an encoder-decoder caches at the lengths that the model was built for.
+
+    Args:
+        config: The raw `config.json`.
+        context: Target tokens; the most that the decoder takes where None.
+        dtype_bytes: As in `kv_bytes_per_token`.
+
+    Returns:
+        `self` and `cross`, the bytes of the decoder's own keys and values and of those of the encoder's states;
+        `context` and `source`, the tokens and states they are for. Empty for a decoder.
+
+    Example:
+        >>> whisper = {"model_type": "whisper", "decoder_layers": 4, "decoder_attention_heads": 6, "d_model": 384}
+        >>> sequence_cache(whisper, dtype_bytes=2)
+        {'self': 2752512, 'cross': 9216000, 'context': 448, 'source': 1500}
+    """
+    if not is_encoder_decoder(config):
+        return {}
+    context = context or longest_context(config) or UNLIMITED_CONTEXT
+    source = _source_positions(config) or context
+    each, layers = _bytes(config, dtype_bytes), kv_layers(config)
+    own, cross = (sum(x.values_per_token for x in layers if x.cross == kind) for kind in (False, True))
+    return {
+        "self": own * context * each,
+        "cross": cross * source * each,
+        "context": context,
+        "source": source,
+    }
+
+
+def _source_positions(config: Mapping[str, Any]) -> int | None:
+    """Encoder states of a sequence where the config fixes them (Whisper hears 30 seconds), else None."""
+    return optional(getattr(known_config(config), "max_source_positions", None), "max_source_positions")
 
 
 def max_batch(

@@ -11,6 +11,8 @@ from families import stock_model
 
 from mha2gqa.checkpoints.loading import load_model
 from mha2gqa.commands.estimate import plan
+from mha2gqa.commands.run_recipe import run
+from mha2gqa.config import recipe_from_dict
 from mha2gqa.conversion.checkpoint import convert
 from mha2gqa.errors import UnsupportedModelError, UsageError
 from mha2gqa.evaluation import evaluate
@@ -61,6 +63,20 @@ def test_uptraining_of_an_encoder_decoder_has_no_price_in_blocks_of_text(tmp_pat
     assert "--uptrain-tokens 2,000 is left alone" in again.warnings[-1]
 
 
+def test_the_cache_of_a_sequence_is_told_by_its_parts(tmp_path: Path) -> None:
+    """By hand: 2 layers x (k, v) x 8 heads x 4 dims x 4 bytes; 64 tokens of its own, 12 positions of the encoder."""
+    source = saved("whisper", tmp_path / "in")
+    found = plan(source, groups=2)
+    each = 2 * 2 * 8 * 4 * 4
+    lengths = {"context": 64, "source": 12}
+    assert found.sequence["before"] == {"self": each * 64, "cross": each * 12} | lengths
+    assert found.sequence["after"] == {"self": each * 16, "cross": each * 3} | lengths
+    said = "Cache of a sequence (64 target tokens, 12 encoder positions), self + cross: before 32 KiB + 6 KiB = 38 KiB"
+    assert said in render(found.to_dict())
+    longer = plan(source, groups=2, context=10).sequence["before"]
+    assert (longer["self"], longer["cross"], longer["context"]) == (each * 10, each * 12, 10)
+
+
 @pytest.mark.parametrize(
     ("name", "options", "words"),
     [
@@ -105,3 +121,12 @@ def test_an_encoder_alone_is_no_model_to_run(tmp_path: Path) -> None:
 def test_a_kind_of_attention_that_does_not_exist_is_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="attention: must be one of self, cross, not"):
         convert(saved("t5", tmp_path / "in"), tmp_path / "out", 2, attention=("encoder",))
+
+
+def test_a_rehearsal_names_the_protocol_of_pairs(tmp_path: Path) -> None:
+    source, pairs = saved("bart", tmp_path / "in"), tmp_path / "pairs.jsonl"
+    pairs.write_text(json.dumps({"source": "w1", "target": "w2"}) + "\n")
+    sections = {"convert": {"groups": 2}, "evaluate": {"data": [str(pairs)]}}
+    recipe = recipe_from_dict({"source": str(source), "output": str(tmp_path / "out"), **sections})
+    (evaluation,) = (stage for stage in run(recipe, dry_run=True).stages if stage["name"] == "evaluate")
+    assert evaluation["detail"] == f"protocol pairs on {pairs}"

@@ -210,6 +210,16 @@ def test_generated_text_is_in_every_table_and_in_the_front_matter() -> None:
     assert METRICS.keys() == set(GENERATED)
 
 
+def test_the_cache_of_an_encoder_decoder_is_that_of_a_sequence() -> None:
+    lengths = {"context": 448, "source": 1500}
+    caches = [{"self": 4096 * n, "cross": 8192 * n} | lengths for n in (4, 1, 1)]
+    report = sample(models=[{**row, "kv_bytes_per_sequence": c} for row, c in zip(ROWS, caches, strict=True)])
+    said = "Cache of a sequence (448 target tokens, 1,500 encoder positions), self + cross: original 16 KiB + 32 KiB = 48 KiB"
+    for text in (html_page(report), markdown(report)):
+        assert said in text and text.count("4 KiB + 8 KiB = 12 KiB") == 1  # not again for the same cache
+    assert "48 KiB → 12 KiB a sequence" in html_page(report)
+
+
 def test_figures_of_agreement_have_the_names_that_evaluate_gives_them() -> None:
     fields = ModelResult.__dataclass_fields__
     assert ROWS[2].keys() - {"role"} <= fields.keys()

@@ -115,7 +115,8 @@ def _evaluate_detail(recipe: Recipe, config: Mapping[str, Any]) -> str:
             where=f"evaluate.window {words.window:,}",
             fix=f"at most {limit}",
         )
-    return f"protocol {words.protocol or 'window'} on {', '.join(words.data)}"
+    usual = "pairs" if _are_pairs(words.data[0], recipe, config) else "window"
+    return f"protocol {words.protocol or usual} on {', '.join(words.data)}"
 
 
 def _uptrain_detail(recipe: Recipe, source: str, config: Mapping[str, Any], alpha: float | None) -> str:

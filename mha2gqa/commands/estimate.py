@@ -25,6 +25,7 @@ from ..kv_cache import (
     kv_bytes,
     kv_bytes_per_token,
     max_batch,
+    sequence_cache,
     step_weight_bytes,
 )
 from ..results import Result
@@ -73,6 +74,7 @@ class PlanResult(Result):
         kv_bytes_per_token: `before` and `after`.
         options: For each valid G: size of the checkpoint and of the cache, and the result's model type.
         decode: KV bytes and the tokens/s that memory bandwidth allows, at `batch` × `context`.
+        sequence: What one sequence of an encoder-decoder caches `before` and `after`: see `kv_cache.sequence_cache`.
         conversion: `disk_bytes`, `memory_bytes`, `seconds` (estimates).
         calibration: What calibrating and fitting comes to, see `calibration_price`; empty where nothing changes.
         memory: What each parameter set of `uptrain` comes to, see `training_price`.
@@ -107,6 +109,7 @@ class PlanResult(Result):
     warnings: list[str] = field(default_factory=list)
     recommended: str = ""
     wide: dict[str, Any] = field(default_factory=dict)
+    sequence: dict[str, dict[str, int]] = field(default_factory=dict)
 
 
 @names_in_python(PlanConfig)
@@ -191,6 +194,7 @@ def plan(
         kv_bytes_per_token={"before": now["kv_bytes_per_token"], "after": then["kv_bytes_per_token"]},
         options=options,
         decode=_decode(now, then, batch, context, bandwidth, gpu_memory),
+        sequence=_sequence(described.config, chosen.config, context),
         conversion=_conversion(model, then["bytes"]),
         calibration=price,
         memory=training,
@@ -328,6 +332,14 @@ def _decode(
         for when, option in (("before", now), ("after", then))
     }
     return found
+
+
+def _sequence(before: Mapping[str, Any], after: Mapping[str, Any], context: int) -> dict[str, dict[str, int]]:
+    """Self- and cross-attention's share of a sequence's cache; empty for a decoder."""
+    if not is_encoder_decoder(before):
+        return {}
+    configs = (("before", before), ("after", after))
+    return {when: sequence_cache(config, context=context) for when, config in configs}
 
 
 def _conversion(model: Description, after: int) -> dict[str, float]:

@@ -164,6 +164,8 @@ class ModelResult:
         bits_per_byte, byte_perplexity, word_perplexity: Of the scored text.
         tokens, bytes, words: What was scored.
         kv_bytes_per_token: From the config, in the stored dtype.
+        kv_bytes_per_sequence: Of an encoder-decoder, `self` and `cross` at the model's own lengths, `context` and
+            `source`; empty for a decoder.
         confidence: 95 % interval of the loss (of bits per byte when tokenizers differ).
         paired: Test against the first model (or `against`).
         kl: Mean KL(original || model), nats per token, where `against` was given.
@@ -201,6 +203,7 @@ class ModelResult:
     worst: list[WorstDocument] = field(default_factory=list)
     tasks: dict[str, dict[str, float]] = field(default_factory=dict)
     generation: Generation | None = None
+    kv_bytes_per_sequence: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..data import Pair
 from ..errors import CheckpointError
-from ..kv_cache import kv_bytes_per_token
+from ..kv_cache import kv_bytes_per_token, sequence_cache
 from .batching import Batch
 from .bootstrap import Interval, PairedTest, bootstrap, paired_test
 from .context import context_warnings
@@ -272,8 +272,10 @@ def _model(
     nll, tokens = float(units.nll.sum()), sums.tokens
     size, words = int(units.bytes.sum()), int(units.words.sum())
     loss = nll / tokens
+    cache: dict[str, int] = {}
     try:
         kv_bytes: int | None = kv_bytes_per_token(entry.config)
+        cache = sequence_cache(entry.config)
     except CheckpointError as error:
         kv_bytes = None
         setup.warnings.append(f"{entry.name}: KV bytes unknown ({error})")
@@ -286,6 +288,7 @@ def _model(
         bits_per_byte=nll / math.log(2) / size if size else math.nan,
         tokens=tokens,
         kv_bytes_per_token=kv_bytes,
+        kv_bytes_per_sequence=cache,
         byte_perplexity=exp(nll / size) if size else math.nan,
         word_perplexity=exp(nll / words) if words else math.nan,
         bytes=size,

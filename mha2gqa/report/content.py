@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from .cache import cache_sentences
 from .generation_scores import (
     generation_cells,
     generation_columns,
@@ -209,7 +210,10 @@ def differences(models: Sequence[Row]) -> list[str]:
                 f"token at {'–' if share is None else f'{share:.1%}'} of positions"
             )
         found += generation_differences(name_of(row), row)
-    return found
+    caches = [
+        (name_of(row), row["kv_bytes_per_sequence"]) for row in models if row.get("kv_bytes_per_sequence")
+    ]
+    return [*found, *cache_sentences(caches)]
 
 
 def scoring(report_or_result: Any) -> str:
@@ -319,9 +323,7 @@ def tiles(report: Report) -> list[tuple[str, str, str]]:
     out = [(compare(final, original), "perplexity against the original", report.protocol)]
     before, after = original.get("kv_bytes_per_token"), final.get("kv_bytes_per_token")
     if before and after:
-        total = report.batch * report.context
-        sizes = f"{human_bytes(before * total)} → {human_bytes(after * total)}"
-        detail = f"{sizes} at batch {report.batch} × {report.context:,}"
+        detail = _cache_sizes(report, original, final)
         out.append((f"{significant(before / after)}×", "smaller KV cache", detail))
     if report.num_kv_heads:
         was, now = report.num_kv_heads
@@ -333,6 +335,17 @@ def tiles(report: Report) -> list[tuple[str, str, str]]:
         share = f"alpha {significant(alpha)}" if alpha else "share of the original budget unknown"
         out.append((human_count(report.budget["tokens"]), "uptraining tokens", share))
     return out
+
+
+def _cache_sizes(report: Report, original: Row, final: Row) -> str:
+    """Bytes of the cache before and after: of a sequence of an encoder-decoder, of a batch at a context else."""
+    caches = [row.get("kv_bytes_per_sequence") for row in (original, final)]
+    if all(caches):
+        sizes = (human_bytes(cache["self"] + cache["cross"]) for cache in caches if cache)
+        return f"{' → '.join(sizes)} a sequence"
+    total = report.batch * report.context
+    sizes = (human_bytes(row["kv_bytes_per_token"] * total) for row in (original, final))
+    return f"{' → '.join(sizes)} at batch {report.batch} × {report.context:,}"
 
 
 def limits(report: Report) -> list[str]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..errors import listed
 from ..progress import duration
+from .cache import cache_sentences
 from .content import (
     Column,
     Table,
@@ -68,6 +69,8 @@ def _plan(data: Data) -> Iterable[Block]:
         f"{_change(decode['tokens_per_second_ceiling'], human_count)} tokens/s."
     )
     yield from _wide_heads(data)
+    parts = data.get("sequence") or {}
+    yield from (Line(f"{line}.") for line in cache_sentences([(when, parts[when]) for when in parts]))
     yield Line(
         f"Sequences that fit {box_size(decode['gpu_memory'])} beside the weights, a tenth kept free: "
         f"{_change(decode['max_batch'], str)}."
@@ -206,7 +209,9 @@ def _gained(data: Data) -> Iterable[Block]:
     cache = data.get("kv_bytes_per_token")
     if cache and cache["after"] and cache["before"] > cache["after"]:
         ratio = significant(cache["before"] / cache["after"])
-        yield Line(f"KV cache {ratio}x smaller: {_change(cache)} a token.", "bold")
+        cross = "cross" in (data.get("attention") or ())
+        each = "for a target token and an encoder position" if cross else "a token"
+        yield Line(f"KV cache {ratio}x smaller: {_change(cache)} {each}.", "bold")
     if losses := calibration_losses(data.get("calibration") or {}):
         yield Line(f"{losses[0].upper()}{losses[1:]}", "bold")
 

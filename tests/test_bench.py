@@ -261,5 +261,19 @@ def test_a_cache_that_does_not_fit_says_by_how_much_and_what_would(
         bench(model, batch=8, context=16)
 
 
+def test_memory_that_ends_during_a_step_is_one_line_and_a_budget_goes_on(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ends(*args: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    loaded, config = live("llama")
+    monkeypatch.setattr(bench_module, "time_decoding", ends)
+    with pytest.raises(UsageError, match=r"out of memory beside a cache of .* use a smaller --batch"):
+        bench(model, context=16, new_tokens=1)
+    row = bench_module.budget_row(loaded, config, 1e9, context=16)
+    assert row["tokens_per_second"] is None and "out of memory" in row["reason"]
+
+
 def test_the_copy_moves_bytes() -> None:
     assert decode.copy_bandwidth(torch.device("cpu"), 0.001) > 0

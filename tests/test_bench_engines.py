@@ -165,6 +165,8 @@ def test_what_an_engine_lacks_and_engines_that_are_missing_are_named(
 ) -> None:
     with pytest.raises(UsageError, match=message):
         bench(model, **words)
+    with pytest.raises(UsageError, match=r"x\.gguf: is for llama\.cpp; use --engine llama\.cpp"):
+        bench("x.gguf")
 
 
 def test_nothing_is_built_before_every_model_is_known_to_run(model: Path, tmp_path: Path) -> None:
@@ -182,6 +184,8 @@ def test_nothing_is_built_before_every_model_is_known_to_run(model: Path, tmp_pa
         (tmp_path / name / "config.json").write_text(json.dumps(config))
         with pytest.raises(UnsupportedModelError, match=message):
             bench([model, tmp_path / name], **words)
+    with pytest.raises(UsageError, match=r"no such folder; llama\.cpp takes local folders"):
+        bench([model, "org/name"], **words)
     with pytest.raises(UsageError, match="no such file"):
         bench([model, tmp_path / "absent.gguf"], **words)
     with pytest.raises(UsageError, match="--llama-cpp or LLAMA_CPP"):

@@ -133,7 +133,7 @@ def bench(
     }
     own |= {name: value for name, value in (("dtype", dtype), ("device", device)) if value != "auto"}
     given = {name: value for name, value in own.items() if value is not None}
-    check_options(engine, given)
+    check_options(engine, given, paths)
     if engine != "transformers":
         caller = {"llama.cpp": LlamaCpp, "vllm": VLLM}[engine](paths, **given)
         return _in_engine(engine, caller, paths, batch, context, new_tokens, bandwidth)
@@ -242,13 +242,20 @@ def decode_row(
         compiled: Whether to compile the layers; None for yes on a GPU.
 
     Raises:
-        UsageError: The cache does not fit beside the model.
+        UsageError: The cache, or what else a step needs, does not fit beside the model.
     """
     itemsize = next(model.parameters()).element_size()
     sizes: dict[str, Any] = {"context": context, "batch": batch, "dtype_bytes": itemsize}
     cache = kv_bytes(config, **sizes)
     _check_fits(path, cache, batch, context, model.device)
-    times = time_decoding(model, config, batch, context, steps, compiled)
+    try:
+        times = time_decoding(model, config, batch, context, steps, compiled)
+    except torch.OutOfMemoryError as error:
+        raise UsageError(
+            f"out of memory beside a cache of {cache / 1e9:.1f} GB",
+            where=path or None,
+            fix="use a smaller --batch",
+        ) from error
     stored = {name: p.numel() * p.element_size() for name, p in model.named_parameters()}
     step = decode_step_bytes(config, weight_bytes=step_weight_bytes(config, stored, batch), **sizes)
     return {
@@ -303,9 +310,19 @@ def budget_row(
     cache = kv_bytes(config, context=context, batch=batch, dtype_bytes=itemsize)
     if free is not None and cache > free:
         return row | {"reason": f"{cache / 1e9:.1f} GB of cache, and the device has {free / 1e9:.1f} GB free"}
-    timed = decode_row(
-        "", model, config, batch=batch, context=context, steps=steps, bandwidth=bandwidth, compiled=compiled
-    )
+    try:
+        timed = decode_row(
+            "",
+            model,
+            config,
+            batch=batch,
+            context=context,
+            steps=steps,
+            bandwidth=bandwidth,
+            compiled=compiled,
+        )
+    except UsageError as error:
+        return row | {"reason": error.what}
     del timed["path"]
     return row | timed
 

@@ -65,12 +65,13 @@ class Engine(Protocol):
         ...
 
 
-def check_options(engine: str, given: Mapping[str, Any]) -> None:
-    """Refuse options that the engine has no use for.
+def check_options(engine: str, given: Mapping[str, Any], paths: Sequence[str]) -> None:
+    """Refuse options and files that the engine has no use for.
 
     Args:
         engine: Its name.
         given: Options of `bench` that were set.
+        paths: Its models.
 
     Raises:
         UsageError: There is no such engine, or it has no such option.
@@ -83,6 +84,9 @@ def check_options(engine: str, given: Mapping[str, Any]) -> None:
             raise UsageError(
                 f"is for {able}, not for {engine}", where=f"--{name.replace('_', '-')}", fix="leave it out"
             )
+    for path in paths:
+        if path.endswith(".gguf") and engine != "llama.cpp":
+            raise UsageError("is for llama.cpp", where=path, fix="use --engine llama.cpp, or give the folder")
 
 
 def row_of(
@@ -151,7 +155,13 @@ class LlamaCpp:
                 raise UsageError(
                     "a .gguf file has its precision already", where="--precision", fix="leave it out"
                 )
-        self.configs = {path: load_config_json(path) for path in paths if path not in files}
+        folders = [path for path in paths if path not in files]
+        for path in folders:
+            if not Path(path).is_dir():
+                raise UsageError(
+                    "no such folder", where=path, fix="llama.cpp takes local folders and .gguf files"
+                )
+        self.configs = {path: load_config_json(path) for path in folders}
         for path, config in self.configs.items():
             check_architecture(config, "gguf", where=path)
         self.sources = llama_cpp_sources(llama_cpp, "--engine llama.cpp") if self.configs else None

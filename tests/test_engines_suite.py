@@ -182,6 +182,12 @@ def test_the_page_says_what_storing_costs_and_orders_caches_by_bytes() -> None:
     assert "| GQA-4 | f16 | 512 | 25% | 3.1000 | +0.1000 | 25.0 (×2.50) |" in text
     assert "fewer heads decode ×2.50, a 4-bit cache of about the same bytes ×1.20" in text
     assert "both together ×3.00" in text and "have not been compared" not in text
+    hqq = [
+        row("original", "float32", cache, loss, "transformers")
+        for cache, loss in (("f32", 3.0), ("hqq-4", 3.04))
+    ]
+    text = served(record | {"rows": [*record["rows"], *hqq]}, speeds)
+    assert "| 28% | 3.0500 | +0.0500 | 3.0400 | 12.0 (×1.20) |" in text and "*Loss in transformers*" in text
     of_two = speeds | {"setup": shape | {"share": 2}}  # another share of heads: no figure of that form
     assert "| GQA-4 | f16 | 512 | 25% | 3.1000 | +0.1000 |  |" in served(record, of_two)
 

@@ -111,6 +111,9 @@ KV caches in 8 and 4 bits (llama.cpp's `-ctk` and `-ctv`; scales counted) are wh
 heads too. Sorted by the bytes that a token takes; losses with weights in float32.
 """
 
+IN_TRANSFORMERS = """*Loss in transformers*: its own quantised caches (hqq, as many bits), of which the second half of a chunk reads the
+first."""
+
 CACHES_TAIL = """
 This GQA-4 is a small conversion, merged and refitted on a processor; after all fits, and after distillation, GQA-4 loses a
 small part of that ([quality on unseen text](results/quality.md)). On loss alone the original with a 4-bit cache, at about the
@@ -126,19 +129,33 @@ def _caches(record: Record, speed: Record | None) -> str:
 
     whole = max(map(size, rows))
     base = next(r["loss"] for r in rows if r["model"] == "original" and r["cache"] == "f16")
-    timed = weights_of(speed)
+    timed, other = weights_of(speed), _in_transformers(record)
     head = ["cache", "bytes per token", "of the original's", "loss", "above the original"]
+    head += ["loss in transformers"] if other else []
     head += [f"tokens/s, {weights} weights" for weights in timed]
     lines = ["| | " + " | ".join(head) + " |", "|---" * (len(head) + 1) + "|"]
     for row in sorted(rows, key=size, reverse=True):
         cells = [_name(record, row["model"]), row["cache"], f"{size(row):,.0f}", f"{size(row) / whole:.0%}"]
         cells += [f"{row['loss']:.4f}", f"{row['loss'] - base:+.4f}"]
+        if other:
+            loss = other.get((row["model"], row["cache"]))
+            cells.append("" if loss is None else f"{loss:.4f}")
         same = _same_share(record, speed, row["model"])
         cells += [speed_of(speed, row["model"] == "original", row["cache"], w) if same else "" for w in timed]
         lines.append("| " + " | ".join(cells) + " |")
-    about = ["", about_cpu(speed)] if speed and timed else []
+    about = ["", IN_TRANSFORMERS] if other else []
+    about += ["", about_cpu(speed)] if speed and timed else []
     open_end = "" if timed else " Tokens per second of the two have not been compared."
     return "\n".join([*lines, *about, CACHES_TAIL + open_end])
+
+
+def _in_transformers(record: Record) -> dict[tuple[str, str], float]:
+    """Losses with transformers' caches (hqq), by model and the cache of llama.cpp that takes as many bytes."""
+    like = {"f32": "f16", "hqq-8": "q8_0", "hqq-4": "q4_0"}
+    rows = [row for row in record["rows"] if (row["engine"], row["weights"]) == ("transformers", "float32")]
+    if not any(row["cache"] in ("hqq-8", "hqq-4") for row in rows):
+        return {}
+    return {(row["model"], like[row["cache"]]): float(row["loss"]) for row in rows}
 
 
 def _same_share(record: Record, speed: Record | None, name: str) -> bool:

@@ -4,7 +4,7 @@
         --llama-cpp SOURCES --llama-cpp-bin FOLDER --work SCRATCH --out benchmarks/results/served_quality.json
 
 `mha2gqa export` hands each model to llama.cpp and CTranslate2; `llama-quantize` and `llama-perplexity` are llama.cpp's own
-(FOLDER has both), torchao quantises a model in transformers. Everywhere the same text is cut into chunks of `--context`
+(FOLDER has both), torchao quantises a model in transformers, hqq its caches. Everywhere the same text is cut into chunks of `--context`
 tokens, of which the second half is scored, as llama-perplexity does: losses of all engines are comparable. A row that is
 there is not made again.
 """
@@ -145,6 +145,26 @@ def in_transformers(models: Models, name: str, bits: str) -> dict[str, Any]:
     return {"loss": total / count}
 
 
+def in_quantised_cache(models: Models, name: str, bits: str) -> dict[str, Any]:
+    """Loss in transformers, in float32: the second half of each chunk reads the first from a quantised cache."""
+    import torch
+    from transformers import QuantizedCache
+
+    from mha2gqa.checkpoints.loading import load_model
+
+    model = load_model(models.folders[name], dtype="float32", device="cpu")
+    total, count = 0.0, 0
+    for chunk in models.chunks():
+        ids, half = torch.tensor([chunk]), len(chunk) // 2
+        cache = QuantizedCache("hqq", model.config, nbits=int(bits), axis_key=1, axis_value=1)
+        with torch.inference_mode():
+            model(input_ids=ids[:, :half], past_key_values=cache)
+            logits = model(input_ids=ids[:, half:], past_key_values=cache).logits[0, :-1].float()
+        losses = torch.nn.functional.cross_entropy(logits, ids[0, half + 1 :], reduction="none")
+        total, count = total + float(losses.double().sum()), count + len(losses)
+    return {"loss": total / count}
+
+
 def in_ctranslate2(models: Models, name: str, bits: str) -> dict[str, Any]:
     """Loss in CTranslate2, weights and activations in 8 bits or float32."""
     import ctranslate2
@@ -180,6 +200,10 @@ def rows(models: Models) -> Iterator[tuple[dict[str, Any], Any]]:
         for bits in kinds:
             for name in names:
                 yield {"model": name, "engine": engine, "weights": bits, "cache": "f32"}, (call, name, bits)
+    for bits in ("8", "4"):
+        for name in names:
+            key = {"model": name, "engine": "transformers", "weights": "float32", "cache": f"hqq-{bits}"}
+            yield key, (in_quantised_cache, name, bits)
 
 
 def about(models: Models) -> dict[str, Any]:
@@ -204,7 +228,7 @@ def about(models: Models) -> dict[str, Any]:
     version = models.run(args.llama_cpp_bin / "llama-perplexity", "--version")
     packages = {
         name: importlib.metadata.version(name)
-        for name in ("ctranslate2", "torchao")
+        for name in ("ctranslate2", "torchao", "hqq")
         if any(importlib.metadata.packages_distributions().get(name, []))
     }
     digest = hashlib.sha256(models.text.read_bytes()).hexdigest()[:16]

@@ -155,6 +155,8 @@ def test_a_tokenizer_that_the_converter_does_not_know_is_no_hindrance(model: Pat
         ({"engine": "llama.cpp", "memory": [1e9]}, "--memory: is for transformers, not for llama.cpp"),
         ({"engine": "llama.cpp", "dtype": "float32"}, "--dtype: is for transformers and vllm"),
         ({"engine": "vllm", "compile": False}, "--compile: is for transformers"),
+        ({"engine": "llama.cpp", "cache_type": "q2"}, "--cache-type: no 'q2'; choose one of f16, q8_0, q4_0"),
+        ({"engine": "llama.cpp", "threads": 0}, "--threads 0: must be at least 1"),
         ({"engine": "llama.cpp"}, "no program llama-batched-bench on PATH; build llama.cpp"),
         ({"engine": "llama.cpp", "engine_path": "."}, "--engine-path .: no program llama-batched-bench there"),
         ({"engine": "vllm"}, "pip install vllm"),

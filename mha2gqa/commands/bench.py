@@ -18,11 +18,12 @@ import torch
 
 from ..checkpoints.hf_config import is_encoder_decoder, load_config_json, stored_dtype
 from ..checkpoints.loading import load_model, resolve_device, resolve_dtype
+from ..config.commands import CacheType, Decoder
 from ..errors import UnsupportedModelError, UsageError
 from ..evaluation.setup import context_length
 from ..kv_cache import decode_step_bytes, kv_bytes, max_batch, step_weight_bytes
 from ..results import Result
-from .bench_engines import VLLM, Engine, LlamaCpp, Name, check_options
+from .bench_engines import VLLM, Engine, LlamaCpp, check_options
 from .decode import DecodeTimes, copy_bandwidth, fixed_step, growing_cache
 from .fixed_cache import NotServed
 
@@ -73,8 +74,8 @@ def bench(
     bandwidth: float | None = None,
     memory: float | Sequence[float] = (),
     compile: bool | None = None,
-    engine: Name = "transformers",
-    cache_type: str | None = None,
+    engine: Decoder = "transformers",
+    cache_type: CacheType | None = None,
     precision: str | None = None,
     threads: int | None = None,
     engine_path: str | Path | None = None,
@@ -115,24 +116,15 @@ def bench(
         >>> bench(["llama", "llama-gqa8"], batch=16, context=4096).models[1]["tokens_per_second"]  # doctest: +SKIP
         1912.0
     """
-    for name, value in (("batch", batch), ("context", context), ("new-tokens", new_tokens)):
-        if value < 1:
+    numbers = {"batch": batch, "context": context, "new-tokens": new_tokens, "threads": threads}
+    for name, value in numbers.items():
+        if value is not None and value < 1:
             raise UsageError("must be at least 1", where=f"--{name} {value}")
     paths = [str(models)] if isinstance(models, (str, Path)) else [str(path) for path in models]
-    own: dict[str, Any] = {
-        "compile": compile,
-        "memory": memory or None,
-        "cache_type": cache_type,
-        "precision": precision,
-        "threads": threads,
-    }
-    own |= {
-        "engine_path": engine_path,
-        "llama_cpp": llama_cpp,
-        "trust_remote_code": trust_remote_code or None,
-    }
-    own |= {name: value for name, value in (("dtype", dtype), ("device", device)) if value != "auto"}
-    given = {name: value for name, value in own.items() if value is not None}
+    given = _chosen(
+        dtype=dtype, device=device, memory=memory or None, compile=compile, cache_type=cache_type, precision=precision,
+        threads=threads, engine_path=engine_path, llama_cpp=llama_cpp, trust_remote_code=trust_remote_code,
+    )  # fmt: skip
     check_options(engine, given, paths)
     if engine != "transformers":
         caller = {"llama.cpp": LlamaCpp, "vllm": VLLM}[engine](paths, **given)
@@ -164,6 +156,12 @@ def bench(
         result.models.append(row)
         del model
     return result
+
+
+def _chosen(**options: Any) -> dict[str, Any]:
+    """Options that are not at their defaults."""
+    usual = {"dtype": "auto", "device": "auto", "trust_remote_code": False}
+    return {name: value for name, value in options.items() if value is not None and value != usual.get(name)}
 
 
 def _in_engine(

@@ -17,16 +17,16 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol, get_args
 
 from ..checkpoints.hf_config import load_config_json
-from ..errors import CheckpointError, UnsupportedModelError, UsageError, reason
+from ..config.commands import Decoder
+from ..errors import CheckpointError, UnsupportedModelError, UsageError, quoted, reason
 from ..kv_cache import kv_bytes, step_weight_bytes
 from ..modeling import PREFIX
 from .export import check_architecture, llama_cpp_sources, supported_architectures, write_gguf
 
-Name = Literal["transformers", "llama.cpp", "vllm"]
-ENGINES: tuple[Name, ...] = ("transformers", "llama.cpp", "vllm")
+ENGINES: tuple[Decoder, ...] = get_args(Decoder)
 TOOL = "llama-batched-bench"
 ATTEMPTS = 3
 BITS = {"f16": 16.0, "q8_0": 8.5, "q4_0": 4.5}  # of a cached number in llama.cpp, scales included
@@ -145,6 +145,10 @@ class LlamaCpp:
         engine_path: str | Path | None = None,
         llama_cpp: str | Path | None = None,
     ) -> None:
+        if cache_type not in (None, *BITS):
+            raise UsageError(
+                f"no {quoted(cache_type)}", where="--cache-type", fix=f"choose one of {', '.join(BITS)}"
+            )
         self.tool = _tool(engine_path)
         self.precision, self.cache_type, self.threads = precision or "f16", cache_type or "f16", threads
         files = [path for path in paths if path.endswith(".gguf")]

@@ -274,6 +274,15 @@ def test_vllm_is_asked_in_a_process_of_its_own(model: Path, tmp_path: Path) -> N
         bench(tmp_path / "new", **words)
 
 
+def for_engines(folder: Path) -> Path:
+    """A model whose heads are as wide as engines want them, with a tokenizer that they know."""
+    shape = {"hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 8, "num_hidden_layers": 2}
+    model_class("llama")(LlamaConfig(vocab_size=8192, intermediate_size=256, **shape)).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(tiny_model_path() / name, folder / name)
+    return folder
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(
     "MHA2GQA_LLAMA_CPP_BIN" not in os.environ, reason="make engines-bench builds llama.cpp's programs"
@@ -282,11 +291,7 @@ def test_the_real_llama_cpp_decodes_a_folder_and_says_how_large_its_cache_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LLAMA_CPP", SOURCES)
-    model = tmp_path / "model"
-    shape = {"hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 8, "num_hidden_layers": 2}
-    model_class("llama")(LlamaConfig(vocab_size=8192, intermediate_size=256, **shape)).save_pretrained(model)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copyfile(tiny_model_path() / name, model / name)
+    model = for_engines(tmp_path / "model")
     convert(model, tmp_path / "out", 2)
     for cache, bits in (("f16", 16.0), ("q8_0", 8.5)):
         words: dict[str, Any] = {"engine_path": os.environ["MHA2GQA_LLAMA_CPP_BIN"], "cache_type": cache}
@@ -310,7 +315,8 @@ def test_the_real_llama_cpp_decodes_a_folder_and_says_how_large_its_cache_is(
 @pytest.mark.skipif(
     not Path(os.environ.get("MHA2GQA_VLLM", "absent")).exists(), reason="make engines-vllm installs vLLM"
 )
-def test_the_real_vllm_decodes_a_folder(model: Path, tmp_path: Path) -> None:
+def test_the_real_vllm_decodes_a_folder(tmp_path: Path) -> None:
+    model = for_engines(tmp_path / "model")
     convert(model, tmp_path / "out", 2)
     words: dict[str, Any] = {"engine_path": os.environ["MHA2GQA_VLLM"], "dtype": "float32"}
     full, grouped = bench(

@@ -248,6 +248,6 @@ def test_served_speeds_are_measured_in_turn_and_kept(tmp_path: Path, monkeypatch
     speed.main()
     assert len(asked) == 24
     rows = json.loads((tmp_path / "s.json").read_text())["rows"]
-    assert [row["tokens_per_second"] for row in rows] == [7.0 + i for i in range(12)]
+    assert [row["tokens_per_second"] for row in rows] == [13.0 + i for i in range(12)]
     assert rows[0]["cache_bytes_per_token"] == 4 * rows[3]["cache_bytes_per_token"] == 2 * 2 * 8 * 32 * 2
     assert (tmp_path / "w" / "2" / "tokenizer.json").exists()

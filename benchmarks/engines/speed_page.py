@@ -14,14 +14,16 @@ Record = Mapping[str, Any]
 
 CPU_HEAD = """Tokens per second are those of llama.cpp on a CPU (`mha2gqa bench --engine llama.cpp`), of a Llama with random weights:
 speed depends on the shape alone. {layers} layers, width {hidden:,}, {heads} query heads, {heads} KV heads or {shared}; batch {batch},
-context {context:,}, {threads} threads; medians of {rounds} rounds that measured every row in turn; {engine}; {cpu}. In
-brackets: times the original with an f16 cache. At that batch and context the f16 weights are {weights:.1f} GB and
+context {context:,}, {threads}; the fastest of {rounds} rounds that measured every row in turn; {engine}; {cpu}. In brackets: times the
+original with an f16 cache. At that batch and context the f16 weights are {weights:.1f} GB and
 the original's f16 cache {cache:.1f} GB."""
 
 GPU_HEAD = """### In transformers
 
 transformers has quantised caches as well. They run in its own loop: every step turns the whole cache back into the model's
-dtype before it attends. {layers} layers, width {hidden:,}, {heads} query heads, random weights in {dtype}; the plain cache in the same
+dtype before it attends. They save memory and cost time; with a quarter of the heads there is a quarter as much to turn back.
+The loop copies its cache when it grows and may repeat shared heads for every query head, so fewer heads alone hardly show in
+it: what `bench` times does neither. {layers} layers, width {hidden:,}, {heads} query heads, random weights in {dtype}; the plain cache in the same
 loop; {device}, torch {torch}, transformers {transformers}.
 """
 
@@ -45,7 +47,8 @@ def about_cpu(record: Record) -> str:
     """What the column of llama.cpp says, and what follows from it."""
     setup, first = record["setup"], record["rows"][0]
     text = CPU_HEAD.format(
-        **{key: setup[key] for key in ("layers", "hidden", "heads", "batch", "context", "threads")},
+        **{key: setup[key] for key in ("layers", "hidden", "heads", "batch", "context")},
+        threads="1 thread" if setup["threads"] == 1 else f"{setup['threads']} threads",
         shared=setup["heads"] // setup["share"],
         rounds=min(len(row["rounds"]) for row in record["rows"]),
         engine=record["engine"],

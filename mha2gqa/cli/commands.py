@@ -282,8 +282,9 @@ def bench(**given: Any) -> None:
     """Time the decode step that servers run, under the same conditions for all MODELs.
 
     \b
-    Example:
+    Examples:
       mha2gqa bench ORIGINAL CONVERTED --batch 16 --context 4096
+      mha2gqa bench A.gguf B.gguf --engine llama.cpp --engine-path llama.cpp/build/bin
     """
     with shown_progress("bench") as progress:
         from ..commands.bench import bench as call

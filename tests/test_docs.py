@@ -168,6 +168,13 @@ def test_every_documented_command_is_there_and_none_is_left_out() -> None:
     assert set(named) == set(cli.commands)
 
 
+def test_the_navigation_of_the_site_names_every_page() -> None:
+    """A page that is left out ends `make docs`."""
+    pages = (path.relative_to(ROOT / "docs") for path in (ROOT / "docs").rglob("*.md"))
+    named = re.findall(r"^ +- [^:]+: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)
+    assert set(named) == {str(path) for path in pages if not path.name.startswith("_")}
+
+
 def test_make_targets_are_documented() -> None:
     targets = set(re.search(r"^\.PHONY: (.+)$", (ROOT / "Makefile").read_text(), re.M)[1].split())  # type: ignore[index]
     text = (ROOT / "docs" / "development.md").read_text(encoding="utf-8")

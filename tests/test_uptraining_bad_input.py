@@ -108,7 +108,7 @@ def test_values_of_set_are_refused_as_they_were_typed(error, tmp_path, word, mes
     ("options", "message"),
     [
         ({"window": 129}, "window 129: longer than the context of"),
-        ({"device": "gpu"}, "device gpu: is not trained on; use auto, cpu or cuda"),
+        ({"device": "gpu"}, "device gpu: cannot be trained on; use auto, cpu or cuda"),
         ({"device": "cuda:1"}, "CUDA_VISIBLE_DEVICES chooses the GPU"),
         ({"optim": "foo"}, "training arguments: foo is not a valid OptimizerNames"),
         ({"report_to": "foo"}, "training arguments: foo is not supported"),

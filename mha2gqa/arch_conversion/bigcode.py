@@ -125,7 +125,8 @@ def falcon(config: Mapping[str, Any], names: Iterable[str]) -> ArchConversion:
     """Old Falcon with all KV heads in the new decoder architecture: the same tensors under another config."""
     if config.get("new_decoder_architecture") or config.get("multi_query", True):
         raise UnsupportedModelError(
-            "only a Falcon that holds all KV heads can be re-expressed", where="config.json"
+            "only a Falcon that holds all KV heads can be written as another architecture",
+            where="config.json",
         )
     if not config.get("parallel_attn", True):
         raise UnsupportedModelError(

@@ -1,4 +1,4 @@
-"""What a re-expression is, and how the maps of tensors are built and checked for completeness."""
+"""What an architecture conversion is, and how the maps of tensors are built and checked for completeness."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ def shapes_of(found: ArchConversion, shapes: Mapping[str, Iterable[int]]) -> dic
 
 @contextmanager
 def written(checkpoint: Checkpoint, beside: Path, trust_remote_code: bool = False) -> Iterator[Checkpoint]:
-    """A re-expressed checkpoint in a temporary folder, gone when the block ends; any other as it is.
+    """A checkpoint written as another architecture, in a temporary folder, gone when the block ends; any other as it is.
 
     Args:
         checkpoint: The source.
@@ -123,7 +123,7 @@ def written(checkpoint: Checkpoint, beside: Path, trust_remote_code: bool = Fals
 
 
 def write(checkpoint: ArchConvertedCheckpoint, folder: Path, trust_remote_code: bool = False) -> None:
-    """Write a re-expressed checkpoint into an existing folder, tensor by tensor."""
+    """Write a checkpoint as another architecture into an existing folder, tensor by tensor."""
     write_shards(checkpoint, plan_shards(checkpoint, {}), folder)
     copy_side_files(find_side_files(checkpoint.path, checkpoint.source.config), folder)
     write_text(folder / "config.json", json.dumps(checkpoint.config, indent=2, ensure_ascii=False) + "\n")

@@ -1,4 +1,4 @@
-"""What is supported, what is re-expressed, what is refused and why: the data behind `mha2gqa archs`."""
+"""What is supported, what is written as another architecture, what is refused and why: the data behind `mha2gqa archs`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def list_architectures() -> dict[str, list[dict[str, str]]]:
         converted and run, `meta` where names and shapes were held against the class; `code` where the
         result travels with modelling code), `reexpressed` (`model_type`, `as`; `groups` it can reach, `any` or
         `1`; `option` that `convert` needs; `when`: what must hold of the model; `proven`: `forward` where a pico
-        model of the source's own class was re-expressed, converted and run, `layout` where that class is not
+        model of the source's own class was written so, converted and run, `layout` where that class is not
         in transformers and a model was laid out by hand as its code does), `refused` (`model_type`,
         `reason`); each sorted by model type.
 

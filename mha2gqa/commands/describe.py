@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..arch_conversion import ArchConversion, shapes_of
-from ..arch_conversion import plan as plan_reexpression
+from ..arch_conversion import plan as plan_arch_conversion
 from ..checkpoints.dtypes import stored_nbytes
 from ..checkpoints.folder import check_model_folder, has_weights
 from ..checkpoints.hf_config import as_numbers, config_dtype, load_config_json, read_config_json
@@ -41,9 +41,9 @@ class Description:
     shard: int = 0
     found: ArchConversion | None = None
 
-    def reexpressed(self, groups: int | None, as_: str) -> Description:
+    def written_as(self, groups: int | None, as_: str) -> Description:
         """The model in the architecture that `convert` would write it in for `groups` KV heads."""
-        found = plan_reexpression(self.config, self.shapes, groups, as_)
+        found = plan_arch_conversion(self.config, self.shapes, groups, as_)
         if found is None:
             return self
         dtypes = {name: self.dtypes[recipe.sources[0]] for name, recipe in found.recipes.items()}

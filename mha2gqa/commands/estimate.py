@@ -59,7 +59,7 @@ class PlanResult(Result):
     Args:
         source: As given.
         model_type: From the config.
-        result_type: Model type of the result: another where the source is re-expressed or its result travels
+        result_type: Model type of the result: another where the source is written as another or its result travels
             with modelling code.
         reexpression: `{"source_type": …, "target_type": …}` where the result is re-expressed; else empty.
         trust_remote_code: Whether loading the result in transformers needs `trust_remote_code=True`.
@@ -160,11 +160,11 @@ def plan(
         if value is not None and value <= 0:
             raise UsageError("must be more than 0", where=f"--{name} {value:g}")
     described = describe(source, revision, drop_extra)
-    spec, geometries = _attention(described.reexpressed(None, as_))
+    spec, geometries = _attention(described.written_as(None, as_))
     before, num_heads = max(g.num_kv_heads for g in geometries), geometries[0].num_heads
     possible = valid_groups(before, spec)
     wanted = suggested(possible, before, tp) if groups is None else groups
-    model = described.reexpressed(stored_heads(wanted, wide), as_)
+    model = described.written_as(stored_heads(wanted, wide), as_)
     chosen = _planned(model, wanted, wide)
     not_checked = _check_early(source, described, model, chosen, allow_unchecked)
     reach, usual = _reach(described.config)
@@ -173,7 +173,7 @@ def plan(
     training = training_price(model, chosen, gpu_memory=gpu_memory, tokens=uptrain_tokens)
     if spec.unread:
         price, training = {}, {"unpriced": "", "sets": {}}
-    options = [_option(described.reexpressed(g, as_), g, batch, context, gpu_memory) for g in possible]
+    options = [_option(described.written_as(g, as_), g, batch, context, gpu_memory) for g in possible]
     now, then = (next(o for o in options if o["groups"] == g) for g in (before, wanted))
     if wide > 1:
         then = _option(model, wanted, batch, context, gpu_memory, wide)
@@ -229,14 +229,14 @@ def _wide(described: Description, groups: int, wide: int, as_: str) -> dict[str,
     """Wide heads beside GQA-G, and GQA-2G where the source has as many."""
 
     def form(heads: int, r: int = 1) -> Form:
-        model = described.reexpressed(heads // r, as_)
+        model = described.written_as(heads // r, as_)
         decided = _planned(model, heads, r)
         shapes = result_shapes(decided, dict(model.shapes))
         sizes = {name: model.nbytes(name, shape) for name, shape in shapes.items()}
         return Form(decided, sizes, sum(math.prod(shape) for shape in shapes.values()))
 
     forms = {"wide": form(groups, wide), "plain": form(groups)}
-    before = max(g.num_kv_heads for g in _attention(described.reexpressed(None, as_))[1])
+    before = max(g.num_kv_heads for g in _attention(described.written_as(None, as_))[1])
     if 2 * groups <= before and before % (2 * groups) == 0:
         forms["double"] = form(2 * groups)
     return wide_figures(forms)

@@ -170,7 +170,7 @@ def convert_model(
         stage: The older form of `progress`: called with a stage, what is done of it, and how much there is.
 
     Returns:
-        A working model with its own tensors, in eval mode: of the same class, of the stock class it is re-expressed as,
+        A working model with its own tensors, in eval mode: of the same class, of the stock class it is written as,
         or of the class exported beside checkpoints whose stock class has no KV-head count (its code travels
         with `save_pretrained`).
 

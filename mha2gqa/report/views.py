@@ -294,7 +294,7 @@ def _archs(data: Data) -> Iterable[Block]:
     refused = [[row["model_type"], row["reason"]] for row in data["refused"]]
     for title, second, rows in (
         (f"supported ({len(supported)})", "proven", supported),
-        (f"re-expressed ({len(again)})", "as", again),
+        (f"written as another architecture ({len(again)})", "as", again),
         (f"refused ({len(refused)})", "because", refused),
     ):
         if rows:

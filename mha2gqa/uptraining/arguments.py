@@ -58,7 +58,7 @@ def check_device(device: str) -> bool:
     """
     if device not in ("auto", "cpu", "cuda", "cuda:0"):
         raise UsageError(
-            "is not trained on",
+            "cannot be trained on",
             where=f"device {device}",
             fix="use auto, cpu or cuda; CUDA_VISIBLE_DEVICES chooses the GPU",
         )

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .. import heads
 from ..arch_conversion import ArchConversion
-from ..arch_conversion import plan as plan_reexpression
+from ..arch_conversion import plan as plan_arch_conversion
 from ..architectures import AttentionSpec, find_attention_modules, find_spec, geometry, lookup
 from ..checkpoints.hf_config import is_encoder_decoder
 from ..checkpoints.loading import loading_class, quiet
@@ -215,7 +215,7 @@ def _check_wide(cls: Any, config: Mapping[str, Any], source: Mapping[str, Any], 
 
 
 def check_arch_conversion(source: Mapping[str, Any], found: ArchConversion) -> Check:
-    """Hold a re-expression against the source's own class, on a small random model of the very config.
+    """Hold an architecture conversion against the source's own class, on a small random model of the very config.
 
     Both must give the same logits. This catches a wrong layout, row order or config key.
 
@@ -239,7 +239,7 @@ def check_arch_conversion(source: Mapping[str, Any], found: ArchConversion) -> C
         return Check(name, None, f"not checked: no tiny model of {cls.__name__} can be run ({reason})")
     state = original.state_dict()
     try:
-        again = plan_reexpression(small, state, None, found.target_type)
+        again = plan_arch_conversion(small, state, None, found.target_type)
         assert again is not None, found
         result = build_tiny(model_class(again.config), again.config)
         made = {
@@ -304,7 +304,7 @@ def build_tiny(
         (Path(folder) / "config.json").write_text(json.dumps(config))
         built = (AutoConfig if inside else cls.config_class).from_pretrained(folder)
         if inside and type(built) not in MODEL_MAPPING:  # to ask for its class would import every other
-            raise ValueError(f"{type(built).__name__} is of no model of its own")
+            raise ValueError(f"{type(built).__name__} has no model class of its own")
         built._attn_implementation = attention
         make = (lambda: AutoModel.from_config(built)) if inside else (lambda: cls(built))
         if (size := _parameters(make)) > LARGEST:

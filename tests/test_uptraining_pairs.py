@@ -362,3 +362,12 @@ def test_all_pairs_held_out(root: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="all its pairs are held out"):
         uptrain(root / "marian-g2", tmp_path / "up", data, tokens=100, eval_data=(data,), **QUIET)
     assert not (tmp_path / "up.uptrain").exists()
+
+
+def test_a_teacher_in_sixteen_bits_hears(root: Path, tmp_path: Path) -> None:
+    """Features come in float32; the teacher of a run in bfloat16 holds bfloat16 weights and has no autocast."""
+    result = uptrain(
+        root / "whisper-g2", tmp_path / "out", data=[str(root / "audio")], tokens=64, batch_tokens=32,
+        eval_data=[str(root / "other")], teacher=root / "whisper", training_args={"bf16": True}, **QUIET,
+    )  # fmt: skip
+    assert np.isfinite(result.losses["held_out_end"])

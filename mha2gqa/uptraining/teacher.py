@@ -50,7 +50,10 @@ class Teacher:
     @torch.no_grad()
     def states(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """Last hidden states `[N, Dt]` of a batch (N = all its positions), or logits `[N, Vt]`."""
-        kwargs = model_inputs(inputs)
+        kwargs = {
+            name: value.to(self.model.dtype) if value.is_floating_point() else value
+            for name, value in model_inputs(inputs).items()
+        }  # features of sound come in float32, a teacher often in bfloat16 and without autocast
         if self.model.config.is_encoder_decoder and "decoder_input_ids" not in kwargs:
             kwargs["labels"] = inputs["labels"]
         return self.output.states(**kwargs)

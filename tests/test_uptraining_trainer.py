@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import pico_llama
+from transformers import TrainerCallback
 
 from mha2gqa.data.chat import hide
 from mha2gqa.errors import TrainingError, UsageError
@@ -203,11 +204,28 @@ def test_guard_judges():
         assert not judge.accept(8, 3.5, 500.0, 10)
         with pytest.raises(TrainingError, match="2 steps in a row"):
             judge.accept(9, 3.5, 500.0, 10)
-    for loss, norm in ((math.nan, 1.0), (3.0, math.inf), (13.0, 1.0)):
+    for loss, norm in ((math.nan, 1.0), (math.inf, 1.0), (13.0, 1.0)):
         guard = SpikeGuard(uniform=4.0)
         assert guard.accept(9, 3.0, 1.0, 10)
         with pytest.raises(TrainingError, match="at step 10"):
             guard.accept(10, loss, norm, 10)
+
+
+@pytest.mark.parametrize("norm", [math.inf, math.nan])
+def test_a_gradient_that_is_not_finite_is_skipped_but_in_the_first_step(norm):
+    guard = SpikeGuard(uniform=4.0, patience=2)
+    with pytest.raises(TrainingError, match="no weight has moved yet"):
+        guard.accept(1, 3.0, norm, 10)
+    guard = SpikeGuard(uniform=4.0, patience=2)
+    assert guard.accept(1, 3.0, 1.0, 10) and not guard.accept(2, 3.0, norm, 10)
+    assert guard.accept(3, 3.0, 1.0, 10) and guard.skipped == [2]
+    assert not guard.accept(4, 3.0, norm, 10)
+    with pytest.raises(TrainingError, match="2 steps in a row"):
+        guard.accept(5, 3.0, norm, 10)
+    guard = SpikeGuard(uniform=4.0, factor=0)
+    assert guard.accept(1, 3.0, 1.0, 10)
+    with pytest.raises(TrainingError, match="at step 2"):
+        guard.accept(2, 3.0, norm, 10)
 
 
 def test_guard_judges_alike_on_the_device_and_later():
@@ -247,6 +265,23 @@ def test_a_spike_leaves_weights_and_moments_alone(monkeypatch, optim):
     assert same == [False, False, True, False, False]
 
 
+def test_a_gradient_that_is_not_finite_leaves_weights_and_moments_alone(optim):
+    """One batch whose backward pass overflows does not end a long run, nor touch what it has learnt."""
+    model, before, steps = pico_llama(), [], []
+
+    class Watch(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            steps.append(state.global_step)
+            before.append([p.detach().clone() for p in model.parameters()])
+
+    first = next(model.parameters())
+    first.register_hook(lambda grad: grad * math.nan if steps[-1] == 2 else grad)
+    result = train_model(model, BLOCKS, optim=optim, callbacks=[Watch()], **OPTIONS)
+    same = [all(torch.equal(a, b) for a, b in zip(before[i], before[i + 1], strict=True)) for i in range(5)]
+    assert same == [False, False, True, False, False] and result.skipped_steps == [3]
+    assert all(bool(p.isfinite().all()) for p in model.parameters())
+
+
 @pytest.mark.parametrize("logging_steps", [1, 10])
 def test_no_weight_moves_after_a_loss_that_is_not_finite(monkeypatch, optim, logging_steps):
     model, before, logged = pico_llama(), [], []
@@ -258,7 +293,10 @@ def test_no_weight_moves_after_a_loss_that_is_not_finite(monkeypatch, optim, log
 
     def poisoned(self, *args, **kwargs):
         loss = compute(self, *args, **kwargs)
-        return loss * math.nan if self.state.global_step == 3 else loss
+        if self.state.global_step == 3:
+            self._sums[0] *= math.nan  # what the guard reads
+            return loss * math.nan
+        return loss
 
     def logging(self, logs, *rest):
         log(self, logs, *rest)

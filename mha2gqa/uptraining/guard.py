@@ -18,9 +18,10 @@ from ..errors import TrainingError
 class SpikeGuard:
     """Decides for each optimiser step whether its gradient may be used.
 
-    A loss or gradient norm that is not finite, or a loss far above chance, stops the run before it touches
-    the weights. A gradient norm `factor` times the recent median, with a loss above its own median, is
-    skipped; after `patience` skipped steps in a row the run stops.
+    A loss that is not finite or far above chance stops the run before it touches the weights, a gradient
+    norm that is not finite does so in the first step. Later, a step is skipped whose gradient norm is not
+    finite, or is `factor` times the recent median with a loss above its own median; after `patience` skipped
+    steps in a row the run stops.
 
     `rejects` decides where the numbers are, without waiting for them; `accept` decides alike and keeps the
     record, once they have arrived.
@@ -78,7 +79,8 @@ class SpikeGuard:
         if labels == 0:
             self.unlabelled.append(step)
             return False
-        if loss > self._ceiling() or not (math.isfinite(loss) and math.isfinite(norm)):
+        broken = not math.isfinite(norm)
+        if loss > self._ceiling() or not math.isfinite(loss) or (broken and not self._skips()):
             raise TrainingError(
                 f"loss {loss:g}, gradient norm {norm:g} at step {step}",
                 where="uptrain",
@@ -88,7 +90,7 @@ class SpikeGuard:
             )
         self.first = loss if self.first is None else self.first
         limits = self._spike_limits()
-        if limits is not None and norm > limits[0] and loss > limits[1]:
+        if broken or (limits is not None and norm > limits[0] and loss > limits[1]):
             self.skipped.append(step)
             self.in_a_row += 1
             if self.in_a_row >= self.patience:
@@ -106,6 +108,10 @@ class SpikeGuard:
             if len(values) > self.history:
                 values.popleft()
         return True
+
+    def _skips(self) -> bool:
+        """Whether a gradient that is not finite is skipped: one batch of many, not the model."""
+        return bool(self.factor) and self.first is not None
 
     def _ceiling(self) -> float:
         """A loss above this is divergence; the first loss is none."""

@@ -8,6 +8,7 @@ import gzip
 import io
 import json
 import os
+import re
 import shutil
 import zipfile
 from collections.abc import Callable
@@ -19,6 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import zstandard
+from click.testing import CliRunner
 from conftest import pico_llama, word_tokenizer
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -494,3 +496,50 @@ def test_a_number_that_no_float_holds_is_no_crash(model: Path, tmp_path: Path) -
         mha2gqa.convert(model, tmp_path / "out", 2)
     except Mha2gqaError as error:
         assert len(str(error)) <= 400
+
+
+def test_a_file_of_statistics_that_cannot_have_its_name(model: Path, tmp_path: Path) -> None:
+    """A statistics file: refused as the place of a result is."""
+    name = "a" * 5000
+    with pytest.raises(UsageError, match="name is too long"):
+        mha2gqa.convert(model, tmp_path / "out", 2, statistics=tmp_path / name)
+
+
+def test_a_record_that_its_pickle_does_not_name(model: Path, tmp_path: Path) -> None:
+    """As torch does, which asks for the record that the pickle names."""
+    state = weights(model)
+    (model / "model.safetensors").unlink()
+    file = model / "pytorch_model.bin"
+    torch.save(state, file)
+    data = file.read_bytes()
+    spelled = b"X\x01\x00\x00\x001q"  # the key 1 as protocol 2 writes it
+    assert data.count(spelled) == 1
+    file.write_bytes(data.replace(spelled, spelled.replace(b"1q", b"sq")))
+    refused(model, tmp_path / "out", "its pickle does not name its record")
+
+
+NO_DATA = "no such file|neither a local file|cannot be a path"
+
+
+@pytest.mark.parametrize(
+    "name", ["no such thing", "w1 w2 w3 w4", "a" * 5000, "two words/and a/very long " + "x" * 90]
+)
+def test_words_on_the_command_line_are_never_the_text_itself(name: str, model: Path, tmp_path: Path) -> None:
+    """A path that is misspelt, or a text: in Python a list of texts is data, a command line names files."""
+    word_tokenizer(model)
+    for words in (
+        ["evaluate", str(model), "--data", name],
+        ["convert", str(model), str(tmp_path / "out"), "--groups", "2", "--calibration", name],
+        ["uptrain", str(model), str(tmp_path / "out"), "--data", name, "--tokens", "64", "--batch-tokens", "16",
+         "--window", "8", "--teacher", "none"],
+    ):  # fmt: skip
+        result = CliRunner().invoke(cli, words)
+        assert result.exit_code in (1, 2) and isinstance(result.exception, Mha2gqaError | SystemExit), words
+        assert re.search(NO_DATA, str(result.exception)), words
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(
+        f"source: {model}\noutput: {tmp_path}/o\nconvert: {{groups: 2}}\nevaluate: {{data: '{name}'}}\n"
+    )
+    with pytest.raises(DataError, match=NO_DATA):
+        mha2gqa.run(recipe, dry_run=True)
+    assert not list(tmp_path.glob("o*"))

@@ -301,9 +301,9 @@ def test_an_output_place_is_asked_before_the_work(pico: Path, tmp_path: Path) ->
         ("x" * 250, "too long"),
         ("x" * 300, "too long"),
         ("x/" * 2200 + "out", "too long"),
-        ("a\0b", "is not a valid folder name"),
-        ("\ud800", "is not a valid folder name"),
-        ("..", "is not a valid folder name"),
+        ("a\0b", "is not a valid name"),
+        ("\ud800", "is not a valid name"),
+        ("..", "is not a valid name"),
         ("pico/out", "inside SOURCE"),
     ):
         with pytest.raises(UsageError, match=said) as caught:

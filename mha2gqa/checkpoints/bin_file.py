@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pickletools
 import re
 import struct
 import sys
 import zipfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -166,7 +168,8 @@ def _records(file: SourceFile) -> tuple[dict[int, int], bytes]:
         raise CheckpointError(
             f"not readable ({reason(error, 100)})", where=file.path, fix="download it again"
         ) from error
-    found = {}
+    found: dict[int, int] = {}
+    keys, pickled = {}, b""
     names = [info.orig_filename for info in infos]
     for info in infos:
         if info.flag_bits & _PACKED:
@@ -186,6 +189,25 @@ def _records(file: SourceFile) -> tuple[dict[int, int], bytes]:
                 where=file.path,
                 fix="download it again",
             )
+        begin += length + extra
         if _STORAGE.fullmatch(name):
-            found[begin + length + extra] = info.file_size
+            found[begin], keys[name.rsplit("/", 1)[1]] = info.file_size, name
+        elif name.endswith("/data.pkl"):
+            pickled = file.read(begin, info.file_size)
+    for key in keys.keys() - _strings(pickled):
+        raise CheckpointError(
+            f"its pickle does not name its record {quoted(keys[key])}",
+            where=file.path,
+            fix="download it again",
+        )
     return found, order
+
+
+def _strings(pickled: bytes) -> set[str]:
+    """The texts that a pickle holds, keys of storages among them; those before the place where it is broken."""
+    found = set()
+    with suppress(Exception):
+        for _, word, _ in pickletools.genops(pickled):
+            if isinstance(word, str):
+                found.add(word)
+    return found

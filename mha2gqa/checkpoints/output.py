@@ -37,7 +37,7 @@ def check_output(source: Path | None, out: Path, force: bool) -> None:
         UsageError: OUT is a link or a file, not empty (and not ours under `--force`), lies inside SOURCE or
             around it, has an impossible name, or its folder cannot be written to.
     """
-    _check_name(out)
+    check_name(out)
     where = out.resolve()
     if source is not None:
         root = source.resolve()
@@ -67,8 +67,11 @@ def check_output(source: Path | None, out: Path, force: bool) -> None:
             raise UsageError("is a mount point", where=out, fix="choose a folder in it")
 
 
-def _check_name(out: Path) -> None:
-    """Refuse a name that no file can have.
+def check_name(out: Path) -> None:
+    """Refuse a name that no file or folder can have.
+
+    Args:
+        out: Where something is to be written, or was.
 
     Raises:
         UsageError: It is too long, or holds what a name cannot.
@@ -78,7 +81,7 @@ def _check_name(out: Path) -> None:
     except UnicodeError:
         whole = b"\0"
     if b"\0" in whole or out.name in ("", ".", ".."):
-        raise UsageError("is not a valid folder name", where=quoted(str(out)), fix="choose another")
+        raise UsageError("is not a valid name", where=quoted(str(out)), fix="choose another")
     parts = [os.fsencode(part) for part in out.absolute().parts]
     if (
         max(len(part) for part in (*parts[:-1], parts[-1] + b"." * _SUFFIX)) > 255

@@ -54,6 +54,7 @@ class ConvertConfig(PairConfig):
         metavar="DATA",
         form=tuple[str, ...],
         verbatim=True,
+        names=True,
         unset="none, which uses the weights only",
     )
     wide: int = option(

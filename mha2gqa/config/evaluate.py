@@ -33,6 +33,7 @@ class EvaluateConfig(PairConfig):
         metavar="DATA",
         form=tuple[str, ...],
         verbatim=True,
+        names=True,
     )
     protocol: Protocol = option(
         "window", "How text becomes scored tokens; its name stands beside every figure.", WHAT

@@ -54,6 +54,7 @@ class Option:
         commas: On the command line, several values stand in one argument with commas between them.
         lenient: Checked where more is known; the command line passes on what was typed.
         verbatim: In Python taken as it is: a text may be the data itself and no path.
+        names: Holds names of data; from a command line or a recipe they are never the data itself.
     """
 
     help: str
@@ -68,9 +69,14 @@ class Option:
     commas: bool = False
     lenient: bool = False
     verbatim: bool = False
+    names: bool = False
 
 
 C = TypeVar("C", bound="Config")
+
+
+class DataName(str):
+    """The name of data as a command line or a recipe gives it: a path or a data set, never the text itself."""
 
 
 def option(default: Any, help: str, panel: str = ADVANCED, **more: Any) -> Any:
@@ -125,7 +131,8 @@ class Declared:
         Raises:
             Invalid: Of the wrong kind, or out of range.
         """
-        return coerce(self.hint, value, self.range)
+        found = coerce(self.hint, value, self.range)
+        return tuple(map(DataName, found)) if self.option.names and found is not None else found
 
     def default_words(self) -> str:
         """The default for help: the value, or what is done without one."""

@@ -127,4 +127,6 @@ def _plain(value: Any) -> Any:
             elif item is not None and item != ():
                 out[str(name).rstrip("_")] = _plain(item)
         return out
+    if isinstance(value, str):
+        return str(value)  # of a `DataName`, which YAML does not know
     return [_plain(item) for item in value] if isinstance(value, (tuple, list)) else value

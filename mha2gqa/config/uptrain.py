@@ -36,6 +36,7 @@ class UptrainConfig(PairConfig):
         "the Hub. Repeatable. generate: the original samples the text itself.",
         WHAT,
         metavar="DATA",
+        names=True,
     )
     alpha: float | None = option(
         None,
@@ -179,6 +180,7 @@ class UptrainConfig(PairConfig):
         TRAINING,
         metavar="DATA",
         unset="a share of the training data",
+        names=True,
     )
     holdout: float = option(
         0.01,

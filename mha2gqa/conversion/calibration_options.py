@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
+from ..checkpoints.output import check_name
 from ..config import ConvertConfig, OptionError, ReconstructConfig
 from ..data import PairOptions, TextSource
 from ..progress import current
@@ -28,6 +30,9 @@ class CalibrationOptions:
         grouping: As there, or `given`, which keeps what the plan holds.
         text_column, statistics, refit, reconstruct, fit, device, seed, trust_remote_code: As there.
         pairs: How pairs are read for an encoder-decoder.
+
+    Raises:
+        UsageError: `statistics` is a name that no file can have.
     """
 
     texts: tuple[str, ...] | TextSource = ()
@@ -43,6 +48,11 @@ class CalibrationOptions:
     seed: int = ConvertConfig.seed
     trust_remote_code: bool = False
     pairs: PairOptions = field(default_factory=PairOptions)
+
+    def __post_init__(self) -> None:
+        """Refuse a file of statistics that cannot have its name."""
+        if self.statistics:
+            check_name(Path(self.statistics))
 
     @classmethod
     def of(

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from ..config.option import DataName
 from ..errors import DataError, UsageError
 from .sniffing import exists, looks_like_file
 
@@ -52,6 +53,8 @@ def names_or_items(data: Any) -> tuple[list[str], Iterable[Any] | None]:
         return [], Replayed(iter(data)) if isinstance(data, Iterator) else data
     if not data:
         raise DataError("no evaluation or training text was named", where="--data")
+    if all(isinstance(item, DataName) for item in data):
+        return [_checked(str(item)) for item in data], None
     if not all(isinstance(item, str | Path) for item in data):
         return [], data
     kinds = {_kind(item): item for item in reversed(data)}
@@ -71,7 +74,9 @@ def _checked(name: str) -> str:
         raise DataError("an empty name", where="--data", fix="name a file, a folder or a data set")
     if not _possible(name):
         raise DataError(
-            f"{name[:40]!r} … cannot be a path; a str is one path", where="data", fix="give texts as a list"
+            f"{name[:40]!r} … cannot be a path; a str is one path",
+            where="data",
+            fix="check it; in Python give texts as a list",
         )
     return name
 

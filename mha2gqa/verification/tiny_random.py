@@ -137,7 +137,7 @@ def tiny_config(spec: AttentionSpec, config: Mapping[str, Any]) -> dict[str, Any
     num_heads, layers = lookup(text, spec.heads_key), text.get(spec.layers_key)
     if (own := width(replace(spec, config_path=()), text)) > 0:
         cut_factors(text, own, _WIDTH)
-    text |= {key: value for key, value in _SMALL.items() if key in text}
+    text |= {key: value for key, value in _SMALL.items() if key in text or _by_default(text, key)}
     text |= dict.fromkeys([k for k in _WIDTHS if k in text] or _WIDTHS[:1], num_heads * _WIDTH)
     for key in {spec.head_dim_key, *(v.head_dim_key for v in spec.variants)} & text.keys():
         text[key] = None if text[key] is None else _WIDTH
@@ -150,6 +150,15 @@ def tiny_config(spec: AttentionSpec, config: Mapping[str, Any]) -> dict[str, Any
             text[key] = 1 if encoder_decoder else 0
     text.pop("quantization_config", None)
     return text
+
+
+def _by_default(config: Mapping[str, Any], key: str) -> bool:
+    """Whether a key that a config lacks makes its class slow: scans over long chunks, a hundred times the rest."""
+    from transformers import CONFIG_MAPPING
+
+    kind = config.get("model_type")
+    known = key == "mamba_chunk_size" and isinstance(kind, str) and kind in CONFIG_MAPPING
+    return known and hasattr(CONFIG_MAPPING[kind], key)
 
 
 def check_tiny_random(config: Mapping[str, Any], source: Mapping[str, Any] | None = None) -> Check:

@@ -70,6 +70,7 @@ def names_or_items(data: Any) -> tuple[list[str], Iterable[Any] | None]:
 
 
 def _checked(name: str) -> str:
+    """A name that stays one wherever it is read again."""
     if not name.strip():
         raise DataError("an empty name", where="--data", fix="name a file, a folder or a data set")
     if not _possible(name):
@@ -78,7 +79,7 @@ def _checked(name: str) -> str:
             where="data",
             fix="check it; in Python give texts as a list",
         )
-    return name
+    return DataName(name)
 
 
 def _possible(name: str) -> bool:

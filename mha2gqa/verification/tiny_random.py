@@ -157,8 +157,9 @@ def _by_default(config: Mapping[str, Any], key: str) -> bool:
     from transformers import CONFIG_MAPPING
 
     kind = config.get("model_type")
-    known = key == "mamba_chunk_size" and isinstance(kind, str) and kind in CONFIG_MAPPING
-    return known and hasattr(CONFIG_MAPPING[kind], key)
+    if key != "mamba_chunk_size" or not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+        return False
+    return hasattr(CONFIG_MAPPING[kind], key)
 
 
 def check_tiny_random(config: Mapping[str, Any], source: Mapping[str, Any] | None = None) -> Check:

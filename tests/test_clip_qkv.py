@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ from pico_models import model_class, pico_config
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_calibrated_fits import write_text
-from walk_worker import OPTIONS
+from walk_worker import OPTIONS, stop_after
 
 from mha2gqa import convert_model
 from mha2gqa.architectures import find_spec
@@ -156,11 +154,14 @@ def test_in_memory_and_from_disk_are_the_same(text: str, tmp_path: Path) -> None
     assert all(torch.equal(x, live[name]) for name, x in stored.items())
 
 
-def test_a_killed_conversion_goes_on_with_its_counts(text: str, tmp_path: Path) -> None:
+def test_a_conversion_that_was_stopped_goes_on_with_its_counts(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = save(olmo(2.0, {0: "qkv", 2: "qkv"}), tmp_path / "in")
-    worker = [sys.executable, str(Path(__file__).with_name("walk_worker.py")), str(source)]
-    killed = subprocess.run([*worker, str(tmp_path / "out"), text, "1"], capture_output=True)
-    assert killed.returncode == -9
+    with monkeypatch.context() as patch:
+        stop_after(patch, 1)
+        with pytest.raises(KeyboardInterrupt):
+            convert(source, tmp_path / "out", 2, calibration=[text], **OPTIONS)
     resumed = convert(source, tmp_path / "out", 2, calibration=[text], **OPTIONS)
     whole = convert(source, tmp_path / "whole", 2, calibration=[text], **OPTIONS)
     assert resumed.layers == whole.layers and resumed.warnings == whole.warnings

@@ -194,7 +194,7 @@ def test_generated_text_is_in_every_table_and_in_the_front_matter() -> None:
         {**ROWS[1], "generation": None},
         {**ROWS[2], "generation": {"examples": 120, "wer": 5.42, "exact_match": 83.333, "paired": paired}},
     ]
-    report = sample(models=rows, auto_class="AutoModelForSpeechSeq2Seq")
+    report = few_pictures(models=rows, auto_class="AutoModelForSpeechSeq2Seq")
     head, _, *lines = terminal(report).splitlines()
     assert head.endswith("KV/token  WER %  as original %") and "BLEU" not in head
     assert lines[0].split()[-2:] == ["5.00", "–"] and lines[2].split()[-2:] == ["5.42", "83.33"]
@@ -683,7 +683,7 @@ def test_one_axis_holds_one_quantity() -> None:
 
 def test_a_curve_of_one_point_is_not_drawn() -> None:
     curves = {"evaluation": [(0, 3.3)], "training": [(40960, 0.9116)], "held-out": [(0, 3.6)]}
-    page = html_page(sample(curves=curves))
+    page = html_page(few_pictures(curves=curves))
     assert "uptraining tokens</text>" not in page and "Loss over uptraining" not in page
     assert plots.evaluation_svg([(0, 3.3), (1, math.nan)], 3.1) == ""
 

@@ -18,7 +18,7 @@ from conftest import pico_llama, word_tokenizer
 from launching import launch
 from safetensors.torch import load_file, save_file
 from test_calibrated_fits import write_text
-from walk_worker import FIT, OPTIONS
+from walk_worker import FIT, OPTIONS, stop_after
 
 import mha2gqa
 from mha2gqa import progress
@@ -216,15 +216,9 @@ def test_a_killed_walk_goes_on_after_its_last_layer_with_the_same_bytes(
 def test_another_command_is_refused_by_what_changed_and_nothing_is_lost(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source, put = save(llama(), tmp_path / "source"), WorkDir.put
-
-    def stopping(self: WorkDir, number: int, *rest: Any) -> None:
-        put(self, number, *rest)
-        if number == 1:
-            raise KeyboardInterrupt
-
+    source = save(llama(), tmp_path / "source")
     with monkeypatch.context() as patch:
-        patch.setattr(WorkDir, "put", stopping)
+        stop_after(patch, 1)
         with pytest.raises(KeyboardInterrupt):
             mha2gqa.convert(source, tmp_path / "out", 2, calibration=[text], **OPTIONS)
     kept = {p.name: p.read_bytes() for p in (tmp_path / "out.convert").glob("*.safetensors")}

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,6 +18,9 @@ from mha2gqa.conversion.checkpoint import convert
 from mha2gqa.conversion.work_dir import WorkDir
 from mha2gqa.reconstruct import ReconstructConfig
 from mha2gqa.reconstruct.driver import Fitter
+
+if TYPE_CHECKING:
+    import pytest
 
 FIT = ReconstructConfig(steps=12, batch_size=4, check_every=4, holdout=0.2, learning_rate=1e-2)
 OPTIONS: dict[str, Any] = {"calibration_window": 16, "fit": FIT, "device": "cpu"}
@@ -34,6 +37,18 @@ def kill_after(layer: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     WorkDir.put = killing  # type: ignore[method-assign]
+
+
+def stop_after(patch: pytest.MonkeyPatch, layer: int) -> None:
+    """Let a conversion in this process be interrupted when a layer is finished."""
+    put = WorkDir.put
+
+    def stopping(self: WorkDir, number: int, *args: Any) -> None:
+        put(self, number, *args)
+        if number == layer:
+            raise KeyboardInterrupt
+
+    patch.setattr(WorkDir, "put", stopping)
 
 
 def die_on(rank: int) -> None:

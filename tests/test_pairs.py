@@ -350,3 +350,13 @@ def test_a_model_writes_the_targets(models: dict[str, Path], tmp_path: Path) -> 
             example = encoder.encode(pair)
             assert example.decoder.tolist() == [*encoder.prompt, *(pair.target_ids or ())]
             assert example.prompt == len(encoder.prompt)
+
+
+def test_an_empty_folder_is_told_in_words_of_recordings(tmp_path: Path) -> None:
+    (tmp_path / "notes.md5").write_text("x")
+    with pytest.raises(
+        DataError, match=r"no recordings in this folder, .* known are \.wav, .* with metadata\.csv"
+    ):
+        PairSource(str(tmp_path), audio=True)
+    with pytest.raises(DataError, match="no data file in this folder"):
+        PairSource(str(tmp_path), audio=False)

@@ -15,7 +15,7 @@ from ..modeling import PREFIX
 from .audio import AUDIO_SUFFIXES, Audio, to_audio
 from .formats import column_names, hub_records, records, undecoded
 from .memory import IN_MEMORY, names_or_items
-from .sniffing import SourceFile, exists, sniff
+from .sniffing import Sniffed, SourceFile, by_name, exists, sniff
 
 AUDIO_COLUMNS = ("audio", "file_name", "path")
 TRANSCRIPT_COLUMNS = ("text", "transcription", "transcript", "sentence", "target")
@@ -79,7 +79,9 @@ class PairSource:
         self._written: list[Pair] | None = None
         self._asked = (source_column, target_column)
         names, self._items = names_or_items(data)
-        self._parts = [(name, None if audio and recordings(name) else sniff(name)) for name in names]
+        self._parts = [
+            (name, None if audio and recordings(name) else _sniffed(name, audio)) for name in names
+        ]
         self.warnings = [w for _, found in self._parts if found for w in found.warnings]
         self.empty = 0
 
@@ -267,6 +269,27 @@ def is_audio(config: Mapping[str, Any]) -> bool:
 def stock_type(config: Mapping[str, Any]) -> str:
     """The model type, for a converted model that brings its own code that of its original."""
     return str(config.get("model_type")).removeprefix(PREFIX)
+
+
+def _sniffed(name: str, audio: bool) -> Sniffed | None:
+    """What a name stands for; of a folder for a model that hears, said in words of recordings where it holds nothing.
+
+    Raises:
+        DataError: As `sniff`.
+    """
+    folder = Path(name).expanduser()
+    if (
+        audio
+        and exists(folder)
+        and folder.is_dir()
+        and not any(by_name(p.name)[1] for p in folder.rglob("*"))
+    ):
+        raise DataError(
+            "no recordings in this folder, and no table of them",
+            where=name,
+            fix=f"known are {', '.join(AUDIO_SUFFIXES)}, with metadata.csv or metadata.jsonl for transcripts",
+        )
+    return sniff(name)
 
 
 def recordings(name: str) -> list[Path]:

@@ -130,3 +130,12 @@ def test_a_rehearsal_names_the_protocol_of_pairs(tmp_path: Path) -> None:
     recipe = recipe_from_dict({"source": str(source), "output": str(tmp_path / "out"), **sections})
     (evaluation,) = (stage for stage in run(recipe, dry_run=True).stages if stage["name"] == "evaluate")
     assert evaluation["detail"] == f"protocol pairs on {pairs}"
+
+
+def test_calibrating_on_recordings_is_priced_by_those_that_are_read(tmp_path: Path) -> None:
+    source = saved("whisper", tmp_path / "in")
+    found = plan(source, groups=2)
+    assert (found.calibration["recordings"], found.calibration["tokens"]) == (1000, 1000 * 12)
+    assert "Calibrating on at most 1,000 recordings (12k encoder positions), layer" in render(found.to_dict())
+    assert plan(source, groups=2, calibration_tokens=100).calibration["recordings"] == 100
+    assert "recordings" not in plan(saved("bart", tmp_path / "bart"), groups=2).calibration

@@ -13,6 +13,7 @@ from ..architectures.wide import stored_heads
 from ..checkpoints.hf_config import is_encoder_decoder, longest_context
 from ..checkpoints.side_files import find_side_files
 from ..config import PlanConfig
+from ..config.convert import MOST_RECORDINGS
 from ..config.given import require_path
 from ..config.signature import names_in_python
 from ..conversion.plan import Plan, plan_conversion, plan_modules
@@ -76,7 +77,8 @@ class PlanResult(Result):
         decode: KV bytes and the tokens/s that memory bandwidth allows, at `batch` × `context`.
         sequence: What one sequence of an encoder-decoder caches `before` and `after`: see `kv_cache.sequence_cache`.
         conversion: `disk_bytes`, `memory_bytes`, `seconds` (estimates).
-        calibration: What calibrating and fitting comes to, see `calibration_price`; empty where nothing changes.
+        calibration: What calibrating and fitting comes to, see `calibration_price`, and how many `recordings` of a model
+            that hears; empty where nothing changes.
         memory: What each parameter set of `uptrain` comes to, see `training_price`.
         exact: False where shapes come from the config and not from the files.
         warnings: What to know before converting.
@@ -358,7 +360,10 @@ def _calibration(
     if all(module.unchanged for module in decided.modules):
         return {}
     itemsize = max(round(model.total / max(1, sum(map(math.prod, model.shapes.values())))), 1)
-    return calibration_price(
+    recordings = min(MOST_RECORDINGS, tokens) if trained_on(model.config) == "audio" else 0
+    if recordings:  # each has a token at least; what is computed are the encoder's positions
+        tokens = recordings * sequence_cache(model.config)["source"]
+    price = calibration_price(
         model.shapes,
         result_shapes(decided, dict(model.shapes)),
         decided,
@@ -367,3 +372,4 @@ def _calibration(
         tokens=tokens,
         itemsize=itemsize,
     )
+    return price | ({"recordings": recordings} if recordings else {})

@@ -112,8 +112,11 @@ def _calibration_lines(price: Data) -> Iterable[Block]:
         return
     fits, closed = price["regression"], price["closed_form"]
     on = f" on {price['gpus']} devices" if price["gpus"] > 1 else ""
+    text = f"{human_count(price['tokens'])} tokens"
+    if recordings := price.get("recordings"):
+        text = f"at most {recordings:,} recordings ({human_count(price['tokens'])} encoder positions)"
     yield Line(
-        f"Calibrating on {human_count(price['tokens'])} tokens{on}, layer by layer: up to {duration(fits['seconds'])} on "
+        f"Calibrating on {text}{on}, layer by layer: up to {duration(fits['seconds'])} on "
         f"a card like an H100, {duration(closed['seconds'])} with --no-reconstruct. In use at the peak: "
         f"{human_bytes(fits['device_bytes'])} of GPU memory ({human_bytes(fits['device_bytes_cached'])} with what PyTorch "
         f"caches), {human_bytes(price['host_bytes'])} of host memory or disk, {human_bytes(price['disk_bytes'])} of disk "

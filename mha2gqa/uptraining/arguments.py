@@ -17,7 +17,7 @@ from transformers.training_args import OptimizerNames
 from ..config import OptionError, UptrainConfig
 from ..distributed import is_launched, world_size
 from ..errors import UsageError
-from .budget import Budget, default_learning_rate
+from .budget import Budget
 from .model_prep import OWN_LOSS, require_liger
 
 MICRO_BATCH_TOKENS = {"cpu": 4096, "default": 16_384}
@@ -119,7 +119,7 @@ def micro_batch(budget: Budget, world: int, device: str, given: int | None) -> i
 
 
 def build_arguments(
-    config: UptrainConfig, budget: Budget, folder: Path, hidden_size: int, evaluates: bool
+    config: UptrainConfig, budget: Budget, folder: Path, default_rate: float, evaluates: bool
 ) -> TrainingArguments:
     """TrainingArguments of a run: our defaults, then the user's options over them."""
     extra = installed_names(config.training_args)
@@ -147,7 +147,7 @@ def build_arguments(
     steps = budget.steps
     save_every = config.save_steps if config.save_steps >= 1 else max(1, round(config.save_steps * steps))
     defaults: dict[str, Any] = {
-        "learning_rate": config.learning_rate or default_learning_rate(hidden_size, budget.batch_tokens),
+        "learning_rate": config.learning_rate or default_rate,
         "weight_decay": 0.1,
         "adam_beta1": 0.9,
         "adam_beta2": 0.95,

@@ -17,10 +17,11 @@ from ..checkpoints.output import check_output
 from ..checkpoints.reader import Checkpoint, open_checkpoint
 from ..checkpoints.side_files import find_side_files
 from ..data import block_tokens, eos_id, span_corruption
+from ..data.seq2seq import is_audio
 from ..data.spans import ENCODER_TOKENS
 from ..errors import CheckpointError, UsageError
 from .batches import Collator, SpanCollator
-from .budget import Budget, UptrainConfig, plan_budget, plan_pair_budget
+from .budget import Budget, UptrainConfig, default_learning_rate, plan_budget, plan_pair_budget
 from .pair_checks import (
     PAIRS,
     UNKNOWN_PAIRS,
@@ -68,6 +69,7 @@ class PreparedRun:
         teacher: Where the teacher comes from, None without one and in memory.
         keys: What identifies the run, see `recipe_keys`.
         finished: The result, where OUT holds it already.
+        hears: Whether its data are recordings.
         warnings: What the user should know; grows while the run goes on.
     """
 
@@ -81,7 +83,13 @@ class PreparedRun:
     teacher: TeacherSource | None = None
     keys: Mapping[str, Any] = field(default_factory=dict)
     finished: UptrainResult | None = None
+    hears: bool = False
     warnings: list[str] = field(default_factory=list)
+
+    @property
+    def default_rate(self) -> float:
+        """Peak learning rate where none is given."""
+        return default_learning_rate(self.width, self.budget.batch_tokens, self.hears)
 
     def warn(self, text: str) -> None:
         """Tell the user something, now and in the result."""
@@ -135,7 +143,10 @@ def prepare(config: UptrainConfig) -> PreparedRun:
     keys = recipe_keys(config, fingerprint, stamp, objective == PAIRS)
     text = text_config(source.config)
     width = int(text.get("hidden_size") or text.get("d_model") or DEFAULT_WIDTH)
-    run = PreparedRun(config, budget, objective, width, teacher is not None, source, manifest, teacher, keys)
+    taught = teacher is not None
+    run = PreparedRun(
+        config, budget, objective, width, taught, source, manifest, teacher, keys, hears=is_audio(raw)
+    )
     if not config.force:
         finished = recorded_result(Path(config.out), keys, any_teacher=missing is not None)
         if finished is not None:
@@ -181,7 +192,8 @@ def prepare_in_memory(config: UptrainConfig, model: Any, window: int | None, dis
         budget = plan_pair_budget(config, UNKNOWN_PAIRS, multiple=pairs_multiple(config))
     else:
         budget = plan_budget(config, window=window)
-    run = PreparedRun(config, budget, objective, width, distils)
+    hears = objective == PAIRS and is_audio(model.config.to_dict())
+    run = PreparedRun(config, budget, objective, width, distils, hears=hears)
     _check_distillation(run)
     return run
 

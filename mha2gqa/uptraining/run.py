@@ -138,7 +138,7 @@ def train_model(
     run, corpus = _in_memory(config, model, blocks, held_out, teacher is not None, collate, encoder)
     resolve_device(config.device)
     with nullcontext(str(folder)) if folder else tempfile.TemporaryDirectory() as place:
-        args = build_arguments(config, run.budget, Path(place), run.width, held_out is not None)
+        args = build_arguments(config, run.budget, Path(place), run.default_rate, held_out is not None)
         if folder is None:
             args.save_strategy = type(args.save_strategy)("no")
         helper = None
@@ -194,7 +194,7 @@ def run_uptrain(config: UptrainConfig, callbacks: Sequence[TrainerCallback] = ()
             return run.finished
         if config.generates:
             check_generated(run)
-        args = build_arguments(config, run.budget, run_dir.root, run.width, evaluates=True)
+        args = build_arguments(config, run.budget, run_dir.root, run.default_rate, evaluates=True)
         with _opened(run_dir, run):
             trained = _train_checkpoint(run, args, run_dir, callbacks)
         run = trained.trainer.run
@@ -244,7 +244,7 @@ def _train_checkpoint(
         with args.main_process_first(local=False, desc="encoding the pairs"):
             run, corpus = load_pair_corpus(run, args, tokenizer, run_dir.root)
         logger.info("%s", run.budget.sentence())
-        args = build_arguments(config, run.budget, run_dir.root, run.width, evaluates=True)
+        args = build_arguments(config, run.budget, run_dir.root, run.default_rate, evaluates=True)
     else:
         embeddings, collate = text_config(source.config).get("vocab_size"), run.collator(tokenizer)
         with args.main_process_first(desc="cutting the data into blocks"):

@@ -24,6 +24,7 @@ from mha2gqa.commands.estimate import plan
 from mha2gqa.conversion.checkpoint import convert
 from mha2gqa.data import read_documents, token_blocks
 from mha2gqa.errors import UsageError
+from mha2gqa.merging import MERGERS
 from mha2gqa.report.terminal import render
 
 MERGE = {"calibration_window": 16, "refit": False, "reconstruct": False, "device": "cpu"}
@@ -187,6 +188,28 @@ def test_saved_statistics_carry_the_counts_and_older_ones_are_no_proof(text: str
     save_file(load_file(file) | {"self.0.clipped": torch.zeros(2)}, file, metadata)
     with pytest.raises(UsageError, match="not a statistics file of ours"):
         convert(source, tmp_path / "d", 2, statistics=str(file))
+
+
+def test_a_result_that_reaches_the_bound_is_told(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Merged values are made a hundred times as large, as no merge does: the converted model exceeds the bound."""
+    source = save(olmo(30.0, {0: "qkv", 2: "qkv"}), tmp_path / "in")
+    plain = convert(source, tmp_path / "plain", 2, calibration=[text], **MERGE)
+    assert not any("clipped_result" in row for row in plain.layers)
+
+    def loud(*args: Any) -> Any:
+        merged = joint(*args)
+        return dataclasses.replace(
+            merged, weights=dataclasses.replace(merged.weights, v=100 * merged.weights.v)
+        )
+
+    joint = MERGERS["joint"]
+    monkeypatch.setitem(MERGERS, "joint", loud)
+    result = convert(source, tmp_path / "out", 2, calibration=[text], **MERGE)
+    shares = {row["layer"]: row["clipped_result"] for row in result.layers if "clipped_result" in row}
+    assert 0 < shares[1]["v"] < 1 and shares[1]["q"] == shares[1]["k"] == 0
+    assert any("clip_qkv 30 acts in" in w and "never did in the original" in w for w in result.warnings)
 
 
 # --- counting ---------------------------------------------------------------------------------------------

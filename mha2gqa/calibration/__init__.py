@@ -6,7 +6,7 @@ x̃_h = Σ_t a_h,t x̂_t, summed over heads without forming it per head (Σ_h (P
 and E[q qᵀ] of the queries as attention uses them.
 """
 
-from .clipping import clip_bound, find_clip
+from .clipping import clip_bound, counted_clips, find_clip
 from .collect import (
     Batch,
     Progress,
@@ -34,6 +34,7 @@ __all__ = [
     "check_finite_moments",
     "clip_bound",
     "collect",
+    "counted_clips",
     "data_digest",
     "find_clip",
     "fingerprint",

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..architectures import AttentionModule, AttentionSpec, Geometry, lookup
@@ -77,3 +79,34 @@ def _outputs(
     return {
         spec.q: tuple((i, end - width, end) for i, (width, end) in enumerate(zip(widths, ends, strict=True)))
     }
+
+
+@contextmanager
+def counted_clips(model: Any, clip: Clip | None) -> Iterator[dict[str, Tensor]]:
+    """While open, count how often the bound acts in a model: `[3, 2]` by path, as in `SecondMoments.clipped`.
+
+    Args:
+        model: A model whose modules run.
+        clip: Where it bounds; None counts nothing.
+    """
+    outputs = {} if clip is None else clip.outputs
+    found = {path: torch.zeros(len(PARTS), 2, dtype=torch.int64) for path in outputs}
+
+    def counted(path: str, name: str) -> Callable[..., None]:
+        def hook(module: torch.nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+            assert clip is not None
+            for part, beyond, width in clip.counts(path, name, output):
+                found[path][part] += torch.tensor([int(beyond.sum()), beyond.numel() * width])
+
+        return hook
+
+    hooks = [
+        model.get_submodule(path).get_submodule(name).register_forward_hook(counted(path, name))
+        for path, names in outputs.items()
+        for name in names
+    ]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()

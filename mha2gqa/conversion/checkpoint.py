@@ -56,6 +56,7 @@ from .warnings import (
     loss_warnings,
     merging_notes,
     pooling_warnings,
+    result_clip_warnings,
 )
 
 WRITING = "writing"  # the stage in which tensors go into files
@@ -349,6 +350,7 @@ def _result(job: _Job, calibrated: Calibrated, checks: list[Check], odd: Sequenc
             *loss_warnings(calibrated.about.get("losses", {}), vocabulary_size(plan.config)),
             *(data_free_warnings(plan) if not calibrated.about else []),
             *clip_warnings(plan, converters),
+            *result_clip_warnings(plan, converters),
             *merging_notes(converters),
             *pooling_warnings(converters),
         ],

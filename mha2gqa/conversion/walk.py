@@ -20,6 +20,7 @@ from ..calibration import (
     attention_instances,
     check_finite_moments,
     collect,
+    counted_clips,
     find_clip,
     mark_padding,
     module_key,
@@ -101,6 +102,7 @@ class Walk:
         pairs = find_pairs(self.teacher, self.student, plan.spec, self.own_spec)
         shared = {module_key(m.module) for m in plan.modules if not m.unchanged}
         self.pairs = [pair for pair in pairs if module_key(pair.module) in shared]
+        self.own_clip = find_clip(self.student, self.own_spec, [pair.module for pair in self.pairs])
 
     # --- the whole ---------------------------------------------------------------------------------------
 
@@ -218,15 +220,27 @@ class Walk:
             changed = self._merge(block)
             if self.kept is not None:
                 with self.clock("validation"):
-                    self.kept.advance("original", "merged")
+                    self.kept.advance("original")
+                    self._advance("merged", self.fitter is None)
         else:
             changed = []
         if self.fitter is not None:
             self._fit(block)
             if self.kept is not None:
                 with self.clock("validation"):
-                    self.kept.advance("fitted")
+                    self._advance("fitted", True)
         return changed
+
+    def _advance(self, name: str, final: bool) -> None:
+        """Move the validation rows past the block; with its final weights count where a bound on q, k and v acts."""
+        assert self.kept is not None
+        with counted_clips(self.student, self.own_clip if final else None) as counts:
+            self.kept.advance(name)
+        for pair in self.pairs:
+            count = counts.get(pair.module.path)
+            if count is not None and bool(count[:, 0].any()):
+                shares = (count[:, 0] / count[:, 1].clamp_min(1)).tolist()
+                self.reports[pair.teacher.path]["clipped_result"] = dict(zip("qkv", shares, strict=True))
 
     # --- what is measured --------------------------------------------------------------------------------
 

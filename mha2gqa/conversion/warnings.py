@@ -156,6 +156,20 @@ def clip_warnings(plan: Plan, converters: Sequence[ModuleConverter]) -> list[str
     ]
 
 
+def result_clip_warnings(plan: Plan, converters: Sequence[ModuleConverter]) -> list[str]:
+    """Where the bound acts in the result although it never did in the original."""
+    new: list[float] = []
+    for report in (r.report for r in converters if r.report and "clipped_result" in r.report):
+        before = report.get("clipped") or {}
+        new += [] if any(before.values()) else [max(report["clipped_result"].values())]
+    if not new:
+        return []
+    return [
+        f"{clip_name(plan.spec, plan.source)} acts in {len(new)} layers of the result (on up to {max(new):.2g} of q, k or v) where "
+        "it never did in the original: the losses of the result include that"
+    ]
+
+
 def clip_name(spec: AttentionSpec, config: Mapping[str, Any]) -> str:
     """The bound on q, k and v as a config says it."""
     return f"{spec.clip_key.rpartition('.')[2]} {clip_bound(spec, config):g}"

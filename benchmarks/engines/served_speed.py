@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import shutil
+import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -122,9 +123,9 @@ def rows(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def summarise(row: dict[str, Any]) -> None:
-    """The fastest of the rounds, into the row: what else the machine does can only slow one down."""
-    row["tokens_per_second"] = max(r["tokens_per_second"] for r in row["rounds"])
-    row["first_token_milliseconds"] = min(r["first_token_milliseconds"] for r in row["rounds"])
+    """Medians of the rounds, into the row."""
+    for key in ("tokens_per_second", "first_token_milliseconds"):
+        row[key] = statistics.median(r[key] for r in row["rounds"])
     row |= {key: row["rounds"][0][key] for key in ("kv_bytes", "weight_bytes", "step_bytes")}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,8 +15,8 @@ Record = Mapping[str, Any]
 
 CPU_HEAD = """Tokens per second are those of llama.cpp on a CPU (`mha2gqa bench --engine llama.cpp`), of a Llama with random weights:
 speed depends on the shape alone. {layers} layers, width {hidden:,}, {heads} query heads, {heads} KV heads or {shared}; batch {batch},
-context {context:,}, {threads}; the fastest of {rounds} rounds that measured every row in turn; {engine}; {cpu}. In brackets: times the
-original with an f16 cache. At that batch and context the f16 weights are {weights:.1f} GB and
+context {context:,}, {threads}; medians of {rounds} rounds that measured every row in turn; {engine}; {cpu}. In brackets:
+times the original with an f16 cache in the same round, the median, lowest and highest. At that batch and context the f16 weights are {weights:.1f} GB and
 the original's f16 cache {cache:.1f} GB."""
 
 GPU_HEAD = """### In transformers
@@ -33,8 +34,9 @@ def speed_of(record: Record | None, original: bool, cache: str, weights: str) ->
     row, base = _row(record, original, cache, weights), _row(record, True, "f16", weights)
     if row is None or base is None:
         return ""
-    times = row["tokens_per_second"] / base["tokens_per_second"]
-    return f"{row['tokens_per_second']:,.1f} (×{times:.2f})"
+    ratios = _ratios(row, base)
+    spread = f", {min(ratios):.2f} to {max(ratios):.2f}" if max(ratios) > min(ratios) else ""
+    return f"{row['tokens_per_second']:,.1f} (×{statistics.median(ratios):.2f}{spread})"
 
 
 def weights_of(record: Record | None) -> list[str]:
@@ -56,12 +58,27 @@ def about_cpu(record: Record) -> str:
         weights=first["weight_bytes"] / 1e9,
         cache=first["kv_bytes"] / 1e9,
     )
+    text += f" {record['note']}" if "note" in record else ""
     said = [_times(record, False, "f16"), _times(record, True, "q4_0"), _times(record, False, "q4_0")]
     if None in said:
         return text
     return (
         f"{text} With f16 weights, fewer heads decode ×{said[0]:.2f}, a 4-bit cache of about the same bytes ×{said[1]:.2f}, "
-        f"both together ×{said[2]:.2f}."
+        f"both together ×{said[2]:.2f}.{_first_token(record)}"
+    )
+
+
+def _first_token(record: Record) -> str:
+    """How much longer a prompt takes where keys and values are quantised as they are written."""
+    found = [_row(record, True, cache, "f16") for cache in ("f16", "q8_0", "q4_0")]
+    seconds = [
+        row["first_token_milliseconds"] / 1e3 for row in found if row and "first_token_milliseconds" in row
+    ]
+    if len(seconds) < len(found):
+        return ""
+    return (
+        f" The first token of the original takes {seconds[0]:.1f} s with an f16 cache, {seconds[1]:.1f} s with q8_0 and "
+        f"{seconds[2]:.1f} s with q4_0."
     )
 
 
@@ -99,4 +116,10 @@ def _row(record: Record | None, original: bool, cache: str, weights: str) -> Rec
 
 def _times(record: Record, original: bool, cache: str) -> float | None:
     row, base = _row(record, original, cache, "f16"), _row(record, True, "f16", "f16")
-    return row["tokens_per_second"] / base["tokens_per_second"] if row and base else None
+    return statistics.median(_ratios(row, base)) if row and base else None
+
+
+def _ratios(row: Record, base: Record) -> list[float]:
+    """How often as fast as another row, in each round."""
+    pairs = zip(row["rounds"], base["rounds"], strict=False)
+    return [mine["tokens_per_second"] / its["tokens_per_second"] for mine, its in pairs]

@@ -16,12 +16,13 @@ from safetensors.torch import load_file, save_file
 from training import write_text
 
 import mha2gqa
+from mha2gqa.architectures import find_spec
 from mha2gqa.calibration import load_statistics
 from mha2gqa.checkpoints.reader import edit_config
 from mha2gqa.cli.commands import cli
 from mha2gqa.errors import CheckpointError, Mha2gqaError, UnsupportedModelError, UsageError
 from mha2gqa.verification import preflight
-from mha2gqa.verification.tiny_random import NO_TINY_MODEL, check_tiny_random
+from mha2gqa.verification.tiny_random import NO_TINY_MODEL, _parameters, check_tiny_random, tiny_config
 
 HEAD = {"v_head.summary.weight": torch.ones(1, 32), "v_head.summary.bias": torch.zeros(1)}
 
@@ -309,3 +310,22 @@ def test_statistics_that_say_nothing_usable_of_their_text(tmp_path: Path, about:
     save_file({"x": torch.zeros(1)}, tmp_path / "s.safetensors", {"mha2gqa": json.dumps(head)})
     with pytest.raises(UsageError, match="not a statistics file of ours"):
         load_statistics(tmp_path / "s.safetensors")
+
+
+def test_a_small_model_scans_short_chunks_whether_or_not_the_config_says_so() -> None:
+    raw = {"model_type": "falcon_h1", "num_attention_heads": 4, "num_hidden_layers": 2, "hidden_size": 32}
+    for given in ({}, {"mamba_chunk_size": 256}):
+        assert tiny_config(find_spec(raw | given), raw | given)["mamba_chunk_size"] == 8
+    assert "mamba_chunk_size" not in tiny_config(
+        find_spec(raw | {"model_type": "llama"}), raw | {"model_type": "llama"}
+    )
+
+
+def test_what_is_wrong_with_a_config_is_met_before_anything_large_is_made() -> None:
+    def fails(error: Exception) -> Any:
+        raise error
+
+    with pytest.raises(KeyError):
+        _parameters(lambda: fails(KeyError("4")))
+    assert _parameters(lambda: fails(RuntimeError("a value of a meta tensor"))) == 0
+    assert _parameters(lambda: torch.nn.Linear(3, 4)) == 16

@@ -10,12 +10,12 @@ from typing import Any
 
 from _headline import STYLE
 from _quality_cells import Cell
-from _quality_frontier import Rows, by_configuration, key_of
+from _quality_frontier import Rows, by_configuration
 
 GROUPS = (4, 2)  # the cache sizes drawn, a row of panels each
 AXES = (("flops", "FLOPs, fits included"), ("unique_tokens", "unique tokens"))
-TICKS = (-0.01, 0.0, 0.01, 0.03, 0.1, 0.3, 1.0)
-WIDTH, HEIGHT, LEFT, GAP, TOP, PANEL = 720, 292, 52, 44, 56, 264
+TICKS = (-0.03, -0.01, 0.0, 0.01, 0.03, 0.1, 0.3, 1.0)
+HEIGHT, LEFT, GAP, TOP, PANEL = 320, 52, 44, 56, 264
 SOFT = 0.01  # gaps below are drawn on a linear scale, those above on a logarithmic one
 
 
@@ -27,11 +27,13 @@ class Line:
         name: In the legend.
         colour: A CSS variable of `_headline.STYLE`.
         points: Per G: FLOPs, unique tokens and gap of each budget.
+        dashed: Whether half of the loss of its uptraining came from the text.
     """
 
     name: str
     colour: str
     points: Mapping[int, Sequence[Mapping[str, float]]]
+    dashed: bool = False
 
 
 Form = tuple[str, int, int, str]  # start, how many times G heads, R, cache
@@ -44,33 +46,32 @@ FORMS: dict[tuple[str, str], Form] = {
 
 
 def lines(rows: Rows, num_kv_heads: int) -> list[Line]:
-    """Plain and wide heads, GQA-2G with an 8-bit cache, mean pooling with distillation; without those not run."""
-    drawn = [(Cell.of(found[0]), _point(found)) for found in at_one_rate(rows).values()]
-    kept = [
-        (cell, point) for cell, point in drawn if cell.text == "calibration" and cell.objective in ("", "kd")
-    ]
+    """Plain and wide heads, GQA-2G with an 8-bit cache, mean pooling; distilled, and on half text; without those not run."""
+    drawn = [(Cell.of(found[0]), _point(found)) for found in rows.values() if not found[0].get("at_rate")]
     kept = [
         (cell, point)
-        for cell, point in kept
-        if cell.fit == "fits" or (cell.start == "mean" and cell.objective)
+        for cell, point in drawn
+        if cell.text == "calibration" and (cell.fit == "fits" or (cell.start == "mean" and cell.objective))
     ]
     found = []
-    for (name, colour), (start, times, wide, cache) in FORMS.items():
-        points: dict[int, list[dict[str, float]]] = {
-            g: [p for c, p in kept if (c.start, c.groups, c.wide, c.cache) == (start, times * g, wide, cache)]
-            for g in GROUPS
-            if g < num_kv_heads
-        }
-        if any(points.values()):
+    for objective in ("kd", "mix"):
+        for (name, colour), (start, times, wide, cache) in FORMS.items():
+            points: dict[int, list[dict[str, float]]] = {
+                g: [
+                    p
+                    for c, p in kept
+                    if (c.start, c.groups, c.wide, c.cache) == (start, times * g, wide, cache)
+                    and c.objective in ("", objective)
+                ]
+                for g in GROUPS
+                if g < num_kv_heads
+            }
             ordered = {g: sorted(those, key=lambda point: point["flops"]) for g, those in points.items()}
-            found.append(Line(name, colour, ordered))
+            if objective == "mix":  # no more than the fits: the solid line has them
+                ordered = {g: those if len(those) > 1 else [] for g, those in ordered.items()}
+            if any(ordered.values()):
+                found.append(Line(name, colour, ordered, objective == "mix"))
     return found
-
-
-def at_one_rate(rows: Rows) -> Rows:
-    """Without the rows at the rate that tuning chose where others were made at another: all forms at the same one."""
-    other = {key_of(Cell.of(found[0])) for found in rows.values() if found[0].get("at_rate")}
-    return {key: found for key, found in rows.items() if key not in other}
 
 
 def _point(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -116,12 +117,14 @@ class _Panel:
         middle = self.left + PANEL / 2
         return [*parts, f'<text x="{middle:.0f}" y="{bottom + 33:.1f}" text-anchor="middle">{name}</text>']
 
-    def curve(self, points: Sequence[Mapping[str, float]], cost: str, colour: str) -> list[str]:
+    def curve(self, line: Line, groups: int, cost: str) -> list[str]:
         """A line through the budgets of one form."""
+        points, colour = line.points.get(groups, []), line.colour
         at = [(self.x(p[cost]), self.y(p["gap"])) for p in points]
         path = " ".join(f"{a:.1f},{b:.1f}" for a, b in at)
         dots = [f'<circle cx="{a:.1f}" cy="{b:.1f}" r="3.5" style="fill:var({colour})"/>' for a, b in at]
-        return [f'<polyline class="line" style="stroke:var({colour})" points="{path}"/>', *dots]
+        dash = ";stroke-dasharray:5 4" if line.dashed else ""
+        return [f'<polyline class="line" style="stroke:var({colour}){dash}" points="{path}"/>', *dots]
 
 
 def _short(cost: float) -> str:
@@ -135,7 +138,7 @@ def chart(record: Mapping[str, Any]) -> str:
     drawn = lines(rows, heads)
     points = [p for line in drawn for of_g in line.points.values() for p in of_g]
     parts, x = [f'<text x="{LEFT - 40}" y="16">gap to the original, nats per token</text>'], float(LEFT)
-    for line in drawn:
+    for line in (line for line in drawn if not line.dashed):
         parts.append(f'<circle cx="{x + 4:.0f}" cy="31" r="3.5" style="fill:var({line.colour})"/>')
         parts.append(f'<text x="{x + 12:.0f}" y="35" style="fill:var({line.colour})">{line.name}</text>')
         x += 26 + 6.4 * len(line.name)
@@ -149,12 +152,15 @@ def chart(record: Mapping[str, Any]) -> str:
             )
             parts += panel.frame(f"cache of GQA-{g} ({heads // g}:1)", name, labelled=j == 0)
             for line in drawn:
-                parts += panel.curve(line.points.get(g, []), cost, line.colour) if line.points.get(g) else []
+                parts += panel.curve(line, g, cost) if line.points.get(g) else []
     size = f"0 0 {LEFT + 2 * PANEL + GAP + 12} {TOP + len(GROUPS) * height}"
-    title = "Gap to the original against FLOPs and unique tokens: " + ", ".join(line.name for line in drawn)
-    rates = sorted({found[0]["at_rate"] for found in rows.values() if found[0].get("at_rate")})
-    if rates:
-        parts[0] = parts[0].replace("per token", f"per token; joint distilled at {', '.join(rates)}")
+    title = "Gap to the original against FLOPs and unique tokens: " + ", ".join(
+        line.name for line in drawn if not line.dashed
+    )
+    if any(line.dashed for line in drawn):
+        parts[0] = parts[0].replace(
+            "per token", "per token; solid: distilled, dashed: half of the loss from the text"
+        )
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{size}" role="img" aria-label="{title}">'
         f"<style>{STYLE}</style>\n" + "\n".join(parts) + "\n</svg>\n"

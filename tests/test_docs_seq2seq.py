@@ -67,6 +67,7 @@ def options(text: str) -> set[str]:
     return set(re.findall(r"(?<![\w-])--[a-z][\w-]*", text))
 
 
+@pytest.mark.usefixtures("few_steps")
 @pytest.mark.parametrize("page", COMMANDS)
 def test_options_of_the_page_are_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     everything(tmp_path, page)

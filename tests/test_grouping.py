@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import search_worker
 import torch
 from launching import launch
 
@@ -170,12 +171,14 @@ def test_costs_computed_ahead_change_nothing(budget: int) -> None:
 
 
 @pytest.mark.parametrize("processes", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_processes_that_search_together_find_what_one_finds(processes: int, tmp_path: Path) -> None:
+def test_processes_that_search_together_find_what_one_finds(
+    processes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Equal groups, and to the last bit equal costs, in every process and however the work is shared."""
     worker = str(Path(__file__).with_name("search_worker.py"))
-    one, *many = (
-        json.loads(said.splitlines()[-1]) for n in (1, processes) for said in launch([worker], tmp_path, n)
-    )
+    monkeypatch.setattr(workers, "_threads", workers._threads)  # which the search below sets
+    one = json.loads(json.dumps(search_worker.everything()))
+    many = [json.loads(said.splitlines()[-1]) for said in launch([worker], tmp_path, processes)]
     assert many == [one] * processes
     groupings, _ = one[0]
     assert (

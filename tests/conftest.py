@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
+from collections.abc import Iterator
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -91,3 +93,12 @@ def word_tokenizer(path: Path, bos: bool = False) -> Path:
     )
     fast.save_pretrained(path)
     return path
+
+
+@pytest.fixture
+def default_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP as a shell leaves them, also where the tests run under nohup, which ignores the second."""
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)

@@ -189,6 +189,7 @@ def test_a_real_file_system_that_takes_no_more(models, straight, tmp_path, monke
     assert result.resumed_from == 3 and equal(out, straight[False][0])
 
 
+@pytest.mark.usefixtures("default_signals")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_told_to_stop(models, straight, tmp_path, number):
     """SIGTERM, or a terminal that closes: the step is finished, saved, and the error says how to go on (exit 130)."""

@@ -405,6 +405,16 @@ def test_values_that_are_no_data(data: Any, message: str) -> None:
         list(TextSource(data))
 
 
+@pytest.mark.parametrize("name", ["text", "json", "csv:default:train", "audiofolder"])
+def test_a_format_is_no_data_set(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`datasets` would read whatever lies below the current folder."""
+    for file in ("a.txt", "a.json", "a.csv"):
+        (tmp_path / file).write_text('{"text": "found"}')
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match=r"neither a local file nor a dataset.*names a format"):
+        list(TextSource([name]))
+
+
 def test_empty_rows_are_counted(tmp_path: Path) -> None:
     jsonl(tmp_path / "a.jsonl", ["w0", "", "  \n", "w1", ""])
     source = TextSource(tmp_path / "a.jsonl")

@@ -179,7 +179,11 @@ def hub_records(name: str, columns: Sequence[str]) -> Iterator[Record]:
     config, _, split = rest.partition(":")
     try:
         import datasets
+        from datasets import packaged_modules
 
+        # Under the name of a format `datasets` reads every such file below the current folder.
+        if repository in getattr(packaged_modules, "_PACKAGED_DATASETS_MODULES", ()):
+            raise ValueError(f"{repository} names a format")
         rows = datasets.load_dataset(repository, config or None, split=split or "train", streaming=True)
         for number, record in enumerate(undecoded(rows), 1):
             require_columns(columns, record, name)

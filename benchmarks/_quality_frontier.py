@@ -117,6 +117,7 @@ def same_bytes(record: Mapping[str, Any]) -> str:
         "Gap to the original in nats per token, by the bytes of the KV cache. The rate of a row is the best of its kind on "
         f"the tuning part, where its column names no other.\n\n{markdown(head, lines)}"
         + _wide_or_8_bits(rows, heads)
+        + _text_beside_teacher(rows, record["entries"])
     )
 
 
@@ -145,6 +146,27 @@ def _wide_or_8_bits(rows: Rows, num_kv_heads: int) -> str:
                 + (f", and both together {shares[2]}" if both is not None else "")
             )
     return "\n\n" + "\n".join(f"- {x[0].upper()}{x[1:]}." for x in sentences) if sentences else ""
+
+
+def _text_beside_teacher(rows: Rows, entries: Sequence[Mapping[str, Any]]) -> str:
+    """What half of the loss from the text changes beside distillation alone, and what the control gains on that text."""
+    lower, further = [], []
+    for key, mixed in rows.items():
+        taught = rows.get(key.replace("/mix-", "/kd-")) if "/mix-" in key and " at " not in key else None
+        if taught:
+            lower.append(statistics.mean(r["gap"] for r in taught) - statistics.mean(r["gap"] for r in mixed))
+            further.append(statistics.mean(r["kl"] for r in mixed) / statistics.mean(r["kl"] for r in taught))
+    if not lower:
+        return ""
+    text = (
+        f"Half of the loss from the text ends {min(lower):.3f} to {max(lower):.3f} below distillation alone on the same "
+        f"tokens ({len(lower)} pairs of rows), with {min(further):.2f} to {max(further):.2f} times its KL from the original."
+    )
+    controls = [row for row in entries if row["start"] == "original" and row.get("objective") == "ce"]
+    for row in controls:
+        gap = row["loss"] - next(r["loss"] for r in entries if _is_original(r))
+        text += f" The control on {row['tokens'] / 1e6:.3g}M tokens: {gap:+.4f}."
+    return f"\n- {text}"
 
 
 def _taught(row: Mapping[str, Any]) -> bool:

@@ -108,7 +108,28 @@ def decode_speed(record: Record) -> str:
         f"Measured on: {measured_on({'hardware': {'gpu': setup['device']}, 'versions': setup['versions']})}."
     )
     head = ["batch or memory", "context", "KV heads", "batch", "ms per step", "tokens/s", "of the copy"]
-    return f"{about}\n\n{markdown([*head, 'times', 'bytes predict', 'of plain'], lines)}"
+    table = markdown([*head, "times", "bytes predict", "of plain"], lines)
+    return "\n\n".join([about, table, *_shares(record.get("summary", []))])
+
+
+def _shares(summary: Sequence[Record]) -> list[str]:
+    """How much of what bytes predict each number of heads reaches, and what wide heads cost of a step."""
+    said = []
+    for kind, where in (("point", "at equal batches"), ("budget", "in the same memory")):
+        by_form: dict[str, list[float]] = {}
+        for up in summary:
+            if up["kind"] == kind and up["wide"] == 1:
+                name = f"{up['groups']} KV heads"
+                by_form.setdefault(name, []).append(up["speed_up"] / up["predicted"])
+        parts = [f"{name} {min(found):.0%} to {max(found):.0%}" for name, found in by_form.items()]
+        said += [f"{where}, {', '.join(parts)}"] if parts else []
+    beside = [up["step_over_plain"] for up in summary if up["kind"] == "point" and "step_over_plain" in up]
+    text = [f"Of the ratio that bytes predict: {'; '.join(said)}."] if said else []
+    if beside:
+        text.append(
+            f"At equal batches a step of wide heads takes {min(beside):.2f} to {max(beside):.2f} times one of plain heads."
+        )
+    return [" ".join(text)] if text else []
 
 
 def calibrate_speed(record: Record) -> str:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import sys
 import time
 import traceback
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Any
 
 import torch
 import transformers
+from _common import provenance
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import mha2gqa
@@ -76,10 +76,9 @@ def forms(args: argparse.Namespace) -> list[Form]:
     return plain + [(groups, WIDE) for groups in grouped if args.wide and groups % WIDE == 0]
 
 
-def config_of(args: argparse.Namespace, form: Form) -> dict[str, Any]:
-    """The raw config of one form."""
-    (groups, wide), width = form, args.hidden // args.heads
-    raw = {
+def llama(args: argparse.Namespace, kv_heads: int, positions: int, dtype: str) -> dict[str, Any]:
+    """The raw config of a Llama of the shape that a command line names."""
+    return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "vocab_size": args.vocab,
@@ -87,13 +86,20 @@ def config_of(args: argparse.Namespace, form: Form) -> dict[str, Any]:
         "intermediate_size": args.intermediate,
         "num_hidden_layers": args.layers,
         "num_attention_heads": args.heads,
-        "num_key_value_heads": groups // wide,
-        "head_dim": width,
-        "max_position_embeddings": max(args.budget_context, *(context for _, context in points(args))),
+        "num_key_value_heads": kv_heads,
+        "head_dim": args.hidden // args.heads,
+        "max_position_embeddings": positions,
         "tie_word_embeddings": False,
-        "dtype": args.dtype,
+        "dtype": dtype,
         "rope_theta": 10000.0,
     }
+
+
+def config_of(args: argparse.Namespace, form: Form) -> dict[str, Any]:
+    """The raw config of one form."""
+    (groups, wide), width = form, args.hidden // args.heads
+    positions = max(args.budget_context, *(context for _, context in points(args)))
+    raw = llama(args, groups // wide, positions, args.dtype)
     if wide > 1:
         geometry = Geometry(args.heads, args.heads, width, width)
         raw |= {path[-1]: x for path, x in wide_changes(AttentionSpec(), raw, geometry, wide).items()}
@@ -171,7 +177,7 @@ def setup_of(args: argparse.Namespace) -> dict[str, Any]:
             "torch": torch.__version__,
             "transformers": transformers.__version__,
         },
-        "command": " ".join(["python", "benchmarks/decode_speed.py", *sys.argv[1:]]),
+        "command": provenance()["command_line"],
         "copy_bandwidth": copy_bandwidth(device, None if cuda else 0.05),
     }
 

@@ -21,7 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from _common import RESULTS, provenance, write_json
-from decode_speed import random_model
+from decode_speed import llama, random_model
 
 from mha2gqa.assets import tiny_model_path
 from mha2gqa.commands.bench import bench
@@ -62,21 +62,7 @@ def arguments() -> argparse.Namespace:
 
 def config_of(args: argparse.Namespace, kv_heads: int) -> dict[str, Any]:
     """The raw config of a form."""
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": args.vocab,
-        "hidden_size": args.hidden,
-        "intermediate_size": args.intermediate,
-        "num_hidden_layers": args.layers,
-        "num_attention_heads": args.heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": args.hidden // args.heads,
-        "max_position_embeddings": args.context,
-        "tie_word_embeddings": False,
-        "dtype": "float16",
-        "rope_theta": 10000.0,
-    }
+    return llama(args, kv_heads, args.context, "float16")
 
 
 def gguf(args: argparse.Namespace, kv_heads: int, weights: str) -> Path:

@@ -334,9 +334,8 @@ def _encoder_decoder(text: Mapping[str, Any], values: Any) -> tuple[KVLayer, ...
     heads = positive(first_value(values, *_DECODER_HEADS), "heads")
     dim = optional(first_value(values, "d_kv", "head_dim"), "d_kv")
     dim = dim or positive(first_value(values, "d_model", "hidden_size"), "d_model") // heads
-    if (
-        text.get("model_type") in EXPORTS
-    ):  # these classes know no such count, Whisper's is of the *encoder's* heads
+    # Classes that have an exported form know no such count themselves; Whisper's is of the *encoder's* heads.
+    if text.get("model_type") in EXPORTS:
         stated = SimpleNamespace(**(text if part is None else part)) if "auto_map" in text else None
     else:
         stated = values

@@ -6,10 +6,12 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from ..architectures import AttentionModule, AttentionSpec, Geometry, lookup
 from ..architectures import geometry as module_geometry
@@ -30,10 +32,30 @@ class Clip:
     bound: float
     outputs: Mapping[str, Mapping[str, tuple[tuple[int, int, int], ...]]]
 
-    def counts(self, path: str, name: str, states: Tensor) -> Iterator[tuple[int, Tensor, int]]:
-        """For each part in an output `[B, T, n]` its index, `[B, T]` how many entries lie beyond the bound, and its width."""
-        for part, start, end in self.outputs[path][name]:
-            yield part, (states.detach()[..., start:end].abs() > self.bound).sum(-1), end - start
+    def watch(
+        self, path: str, module: torch.nn.Module, count: Callable[[int, Tensor, int], None]
+    ) -> list[RemovableHandle]:
+        """Have `count` called for each part of what an attention module's projections give.
+
+        Args:
+            path: Of the attention module.
+            module: That module.
+            count: Takes the part's index in `PARTS`, `[B, T]` how many entries lie beyond the bound, and how many
+                entries there are at a position.
+
+        Returns:
+            To be removed when no more is to be counted.
+        """
+
+        def hook(submodule: torch.nn.Module, args: tuple[Any, ...], output: Tensor, *, name: str) -> None:
+            for part, start, end in self.outputs[path][name]:
+                beyond = (output.detach()[..., start:end].abs() > self.bound).sum(-1)
+                count(part, beyond, end - start)
+
+        return [
+            module.get_submodule(name).register_forward_hook(partial(hook, name=name))
+            for name in self.outputs[path]
+        ]
 
 
 def clip_bound(spec: AttentionSpec, config: Mapping[str, Any]) -> float | None:
@@ -92,19 +114,13 @@ def counted_clips(model: Any, clip: Clip | None) -> Iterator[dict[str, Tensor]]:
     outputs = {} if clip is None else clip.outputs
     found = {path: torch.zeros(len(PARTS), 2, dtype=torch.int64) for path in outputs}
 
-    def counted(path: str, name: str) -> Callable[..., None]:
-        def hook(module: torch.nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-            assert clip is not None
-            for part, beyond, width in clip.counts(path, name, output):
-                found[path][part] += torch.tensor([int(beyond.sum()), beyond.numel() * width])
+    def count(path: str, part: int, beyond: Tensor, width: int) -> None:
+        found[path][part] += torch.tensor([int(beyond.sum()), beyond.numel() * width])
 
-        return hook
-
-    hooks = [
-        model.get_submodule(path).get_submodule(name).register_forward_hook(counted(path, name))
-        for path, names in outputs.items()
-        for name in names
-    ]
+    hooks: list[RemovableHandle] = []
+    if clip is not None:
+        for path in outputs:
+            hooks += clip.watch(path, model.get_submodule(path), partial(count, path))
     try:
         yield found
     finally:

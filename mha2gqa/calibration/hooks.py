@@ -230,14 +230,6 @@ def observing(
     AttentionInterface.register(IMPLEMENTATION, attention)
     AttentionMaskInterface.register(IMPLEMENTATION, ALL_MASK_ATTENTION_FUNCTIONS["eager"])
 
-    def counted(path: str, name: str) -> Callable[..., None]:
-        def hook(module: torch.nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-            assert clip is not None
-            for part, beyond, width in clip.counts(path, name, output):
-                found[path].count(part, beyond, width)
-
-        return hook
-
     inner = [m.config for m in model.modules() if isinstance(m, PreTrainedModel)]
     own = [config._attn_implementation for config in inner]
     hooks = []
@@ -247,8 +239,7 @@ def observing(
         for path, module in modules.items():
             hooks.append(module.register_forward_pre_hook(before(found[path]), with_kwargs=True))
             hooks.append(module.register_forward_hook(after))
-            for name in clip.outputs[path] if clip is not None else ():
-                hooks.append(module.get_submodule(name).register_forward_hook(counted(path, name)))
+            hooks += [] if clip is None else clip.watch(path, module, found[path].count)
         yield found
     finally:
         for hook in hooks:

@@ -8,7 +8,6 @@ bandwidth that they are held against is that of a copy on the very device.
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,8 +16,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from ..checkpoints.hf_config import is_encoder_decoder, load_config_json, stored_dtype
-from ..checkpoints.loading import load_model, resolve_device, resolve_dtype
-from ..config.commands import CacheType, Decoder
+from ..checkpoints.loading import free_memory, load_model, resolve_device, resolve_dtype
+from ..config.commands import BenchConfig, CacheType, Decoder
+from ..config.option import declared
 from ..errors import UnsupportedModelError, UsageError
 from ..evaluation.setup import context_length
 from ..kv_cache import decode_step_bytes, kv_bytes, max_batch, step_weight_bytes
@@ -160,8 +160,8 @@ def bench(
 
 def _chosen(**options: Any) -> dict[str, Any]:
     """Options that are not at their defaults."""
-    usual = {"dtype": "auto", "device": "auto", "trust_remote_code": False}
-    return {name: value for name, value in options.items() if value is not None and value != usual.get(name)}
+    known = declared(BenchConfig)
+    return {name: value for name, value in options.items() if value not in (None, known[name].default)}
 
 
 def _in_engine(
@@ -304,7 +304,7 @@ def budget_row(
     row: dict[str, Any] = {"memory_bytes": memory_bytes, "batch": batch, "tokens_per_second": None}
     if batch < 1:
         return row | {"reason": "not one sequence fits beside the weights"}
-    free = free_memory(model.device)
+    free = _freed_memory(model.device)
     cache = kv_bytes(config, context=context, batch=batch, dtype_bytes=itemsize)
     if free is not None and cache > free:
         return row | {"reason": f"{cache / 1e9:.1f} GB of cache, and the device has {free / 1e9:.1f} GB free"}
@@ -340,18 +340,6 @@ def time_decoding(
         return growing_cache(model, batch, context, steps, str(error))
 
 
-def free_memory(device: torch.device) -> int | None:
-    """Bytes that can still be had on the device, None where nobody says."""
-    if device.type == "cuda":
-        gc.collect()  # the cache and graph of an earlier measurement
-        torch.cuda.empty_cache()
-        return torch.cuda.mem_get_info(device)[0]
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError, AttributeError):
-        return None
-
-
 def _within(configs: Mapping[str, Mapping[str, Any]], context: int) -> tuple[int, list[str]]:
     """`(context, warnings)`: the context shortened to what every model was built for."""
     limits = {path: limit for path, config in configs.items() if (limit := longest_context(config))}
@@ -362,8 +350,14 @@ def _within(configs: Mapping[str, Mapping[str, Any]], context: int) -> tuple[int
     return limit, [f"context is {limit:,}, not {context:,}: {shortest} was built for no more"]
 
 
+def _freed_memory(device: torch.device) -> int | None:
+    """`free_memory` without the cache and the graph of an earlier measurement."""
+    gc.collect()
+    return free_memory(device)
+
+
 def _check_fits(path: str, cache: int, batch: int, context: int, device: torch.device) -> None:
-    free = free_memory(device)
+    free = _freed_memory(device)
     if free is None or cache <= free:
         return
     sequence = cache / batch

@@ -77,8 +77,8 @@ class PlanResult(Result):
         decode: KV bytes and the tokens/s that memory bandwidth allows, at `batch` × `context`.
         sequence: What one sequence of an encoder-decoder caches `before` and `after`: see `kv_cache.sequence_cache`.
         conversion: `disk_bytes`, `memory_bytes`, `seconds` (estimates).
-        calibration: What calibrating and fitting comes to, see `calibration_price`, and how many `recordings` of a model
-            that hears; empty where nothing changes.
+        calibration: What calibrating and fitting comes to, see `calibration_price`, and how many `recordings` of a speech
+            model; empty where nothing changes.
         memory: What each parameter set of `uptrain` comes to, see `training_price`.
         exact: False where shapes come from the config and not from the files.
         warnings: What to know before converting.

@@ -90,11 +90,12 @@ def _sizes(model: Any) -> dict[str, int]:
 
 
 def main() -> None:
+    """Answer the job, and end without waiting for the engine's threads."""
     job = json.loads(sys.stdin.read())
     with contextlib.redirect_stdout(sys.stderr):
         answer = about(job["about"]) if "about" in job else measure(job)
     print("\n" + json.dumps(answer), flush=True)
-    os._exit(0)  # the engine's threads need not end
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -126,7 +126,7 @@ def calibration_inputs(
         tokenizer: Of the model.
         config: Its raw config.
         options: Text or pairs, tokens, window.
-        source: The model's folder or Hub id: what hears needs its feature extractor, and what writes its own
+        source: The model's folder or Hub id: a speech model needs its feature extractor, and one that writes its own
             targets is run.
 
     Returns:

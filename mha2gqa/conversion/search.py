@@ -141,9 +141,8 @@ def _search(
     pairs = torch.stack([objective.pairs(each) for objective in objectives]).sum(0).numpy()
     # Procrustes costs are slow iterations; its authors search on sums of pairs alone, and so do we.
     budget = max(24, evaluations(size) // len(objectives)) if method == "joint" else 0
-    known: dict[
-        tuple[int, ...], list[float]
-    ] = {}  # of each objective; neighbours are asked for again at the end
+    # Cost of a group by objective; neighbours are asked for again at the end.
+    known: dict[tuple[int, ...], list[float]] = {}
 
     def costs(wanted: Sequence[tuple[int, ...]]) -> list[float]:
         new = [group for group in wanted if group not in known]
@@ -156,6 +155,6 @@ def _search(
         pairs = team.ranks.agree(pairs)
         best = search(pairs, costs, groups, budget=budget, seed=seed, at_once=team.count)
     costs(module.grouping)
+    # As MergeObjective.relative_error.
     each_lost = [sum(lost) / 2 for lost in zip(*map(known.__getitem__, module.grouping), strict=True)]
-    # see MergeObjective.relative_error
     return best, {member.module.path: lost for (member, _), lost in zip(members, each_lost, strict=True)}

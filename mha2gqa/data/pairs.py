@@ -48,7 +48,7 @@ class PairSource:
         data: Tables as in `TextSource` (JSONL, CSV, Parquet, …, a Hub dataset), a folder of recordings with
             `metadata.csv` or `metadata.jsonl` (the layout of `datasets`' AudioFolder), for `targets=False` also
             recordings alone. In Python a `datasets.Dataset`, rows with columns, `Pair`s or `(source, target)`.
-        audio: Whether the model hears.
+        audio: Whether it is a speech model.
         source_column, target_column: Names of the columns, `a.b` for a field of a column; None for
             `source` and `target`, with audio `audio` (or `file_name`) and `text` (or `transcription`, `sentence`).
         targets: Whether targets are read; without, the original writes them.
@@ -230,7 +230,7 @@ class PairSource:
         generate = "let the original write the targets with --targets generate"
         if self.audio and lacks_source:
             return (
-                "the model hears: give a folder of recordings with metadata.csv (file_name, text), or name the "
+                "a speech model: give a folder of recordings with metadata.csv (file_name, text), or name the "
                 "columns with --source-column and --target-column"
             )
         kinds = "audio and text" if self.audio else "source and target"
@@ -272,7 +272,7 @@ def stock_type(config: Mapping[str, Any]) -> str:
 
 
 def _sniffed(name: str, audio: bool) -> Sniffed | None:
-    """What a name stands for; of a folder for a model that hears, said in words of recordings where it holds nothing.
+    """What a name stands for; a folder for a speech model that holds nothing is refused in words of recordings.
 
     Raises:
         DataError: As `sniff`.

@@ -92,7 +92,7 @@ class PairEncoder:
         config: Its raw config.
         options: Languages, task, prefix.
         generation: Its raw generation config.
-        extractor: Its feature extractor, for a model that hears.
+        extractor: Its feature extractor, of a speech model.
         name: The model, for messages.
 
     Attributes:

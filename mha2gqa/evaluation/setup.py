@@ -152,7 +152,7 @@ def _open_data(config: EvaluateConfig, warnings: list[str]) -> tuple[TextSource 
     kinds = [_raw(subject) for subject in config.subjects]
     for subject, kind in zip(config.subjects, kinds, strict=True):
         check_read(kind, model_name(subject))
-        _check_hears_alike(model_name(config.subjects[0]), kinds[0], model_name(subject), kind)
+        _check_same_inputs(model_name(config.subjects[0]), kinds[0], model_name(subject), kind)
     if asked and config.protocol != PAIRS:
         return TextSource(config.data, config.text_column, rows=config.protocol == "wikitext2"), config
     if not all(map(is_encoder_decoder, kinds)):
@@ -169,14 +169,14 @@ def _open_data(config: EvaluateConfig, warnings: list[str]) -> tuple[TextSource 
     return TextSource(config.data, config.text_column), replace(config, protocol=SPAN_CORRUPTION)
 
 
-def _check_hears_alike(first: str, raw: Mapping[str, Any], name: str, other: Mapping[str, Any]) -> None:
+def _check_same_inputs(first: str, raw: Mapping[str, Any], name: str, other: Mapping[str, Any]) -> None:
     """Refuse to compare a model that reads recordings with one that reads text.
 
     Raises:
         UsageError: One does and the other does not.
     """
     if is_audio(raw) != is_audio(other):
-        kinds = "hears, and {} reads text" if is_audio(other) else "reads text, and {} hears"
+        kinds = "reads recordings, and {} text" if is_audio(other) else "reads text, and {} recordings"
         raise UsageError(
             f"{kinds.format(first)}: no data is for both", where=name, fix="evaluate them one at a time"
         )

@@ -20,9 +20,8 @@ import torch
 from torch import Tensor
 
 Group = Sequence[int]
-Each = Callable[
-    [Callable[[Any], float], Sequence[Any]], Sequence[float]
-]  # a figure of every item, in their order
+# Computes a figure of every item, in their order.
+Each = Callable[[Callable[[Any], float], Sequence[Any]], Sequence[float]]
 SWEEPS = 30  # of Procrustes rotations, at most
 SMALL = 256  # up to this width a processor solves eigenproblems faster than a GPU
 SETTLED = 1e-5  # a sweep that gains less of the heads' energy is the last

@@ -129,8 +129,7 @@ class GqaMusicgenForConditionalGeneration(MusicgenForConditionalGeneration):
         decoder: Any = None,
     ) -> None:
         if config is not None and decoder is None:
-            config.decoder.__class__ = (
-                GqaMusicgenDecoderConfig  # a config of MusicGen makes the stock one of it
-            )
+            # MusicGen's config makes a stock decoder config of what it is given.
+            config.decoder.__class__ = GqaMusicgenDecoderConfig
             decoder = GqaMusicgenForCausalLM._from_config(config.decoder)
         super().__init__(config, text_encoder, audio_encoder, decoder)

@@ -12,7 +12,7 @@ from ..errors import UsageError
 from .pretraining_tokens import known_pretraining
 
 # Steps of a budget that does not say: see `default_batch_tokens`.
-HEARING_RATE = 1e-4  # largest default learning rate of models that hear
+SPEECH_RATE = 1e-4  # largest default learning rate of speech models
 SMALL_BATCH, LARGE_BATCH, ENOUGH_STEPS, FEWEST_BLOCKS = 16_384, 65_536, 1_200, 16
 MOST_PAIRS = 256  # of a step that the budget does not fix
 TRAINED = get_args(Train)
@@ -231,11 +231,10 @@ def default_batch_tokens(tokens: float, window: int) -> int:
     return batch
 
 
-def default_learning_rate(hidden_size: int, batch_tokens: int = LARGE_BATCH, hears: bool = False) -> float:
+def default_learning_rate(hidden_size: int, batch_tokens: int = LARGE_BATCH, speech: bool = False) -> float:
     """1e-3 at a width of 512 and 65,536 tokens a step; as 1 / width above, as the root of the step down to 16,384.
 
-    At most 1e-4 for models that hear, as Distil-Whisper trains (Gandhi et al. 2023, arXiv:2311.00430): one step at
-    5e-4 takes a calibrated Whisper tiny.en from a loss of 0.91 to 6.58.
+    At most 1e-4 for speech models, as Distil-Whisper trains (Gandhi et al. 2023, arXiv:2311.00430).
 
     Of 5e-4, 1e-3, 2e-3 and 3e-3, tried on the 512-wide reference model from a calibrated start, judged on
     held-out training text: 1e-3 or 5e-4 at 65,536 tokens a step, 5e-4 at 16,384 with every number of KV heads.
@@ -245,11 +244,11 @@ def default_learning_rate(hidden_size: int, batch_tokens: int = LARGE_BATCH, hea
     Args:
         hidden_size: Width of the model.
         batch_tokens: Tokens per step.
-        hears: Whether its data are recordings.
+        speech: Whether its data are recordings.
     """
     step = min(max(batch_tokens, SMALL_BATCH), LARGE_BATCH)
     rate = 1e-3 * min(1.0, 512 / hidden_size) * (step / LARGE_BATCH) ** 0.5
-    return min(rate, HEARING_RATE) if hears else rate
+    return min(rate, SPEECH_RATE) if speech else rate
 
 
 def warmup_count(warmup: float | None, steps: int) -> int:

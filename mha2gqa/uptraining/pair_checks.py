@@ -33,7 +33,7 @@ TEXT_ONLY = {
 
 
 def reads_pairs(config: UptrainConfig, raw: Mapping[str, Any]) -> bool:
-    """Whether an encoder-decoder trains on pairs: it hears, the data has their columns, or it knows nothing else.
+    """Whether an encoder-decoder trains on pairs: it is a speech model, the data has their columns, or it knows nothing else.
 
     Args:
         config: The run.

@@ -69,7 +69,7 @@ class PreparedRun:
         teacher: Where the teacher comes from, None without one and in memory.
         keys: What identifies the run, see `recipe_keys`.
         finished: The result, where OUT holds it already.
-        hears: Whether its data are recordings.
+        speech: Whether its data are recordings.
         warnings: What the user should know; grows while the run goes on.
     """
 
@@ -83,13 +83,13 @@ class PreparedRun:
     teacher: TeacherSource | None = None
     keys: Mapping[str, Any] = field(default_factory=dict)
     finished: UptrainResult | None = None
-    hears: bool = False
+    speech: bool = False
     warnings: list[str] = field(default_factory=list)
 
     @property
     def default_rate(self) -> float:
         """Peak learning rate where none is given."""
-        return default_learning_rate(self.width, self.budget.batch_tokens, self.hears)
+        return default_learning_rate(self.width, self.budget.batch_tokens, self.speech)
 
     def warn(self, text: str) -> None:
         """Tell the user something, now and in the result."""
@@ -145,7 +145,7 @@ def prepare(config: UptrainConfig) -> PreparedRun:
     width = int(text.get("hidden_size") or text.get("d_model") or DEFAULT_WIDTH)
     taught = teacher is not None
     run = PreparedRun(
-        config, budget, objective, width, taught, source, manifest, teacher, keys, hears=is_audio(raw)
+        config, budget, objective, width, taught, source, manifest, teacher, keys, speech=is_audio(raw)
     )
     if not config.force:
         finished = recorded_result(Path(config.out), keys, any_teacher=missing is not None)
@@ -192,8 +192,8 @@ def prepare_in_memory(config: UptrainConfig, model: Any, window: int | None, dis
         budget = plan_pair_budget(config, UNKNOWN_PAIRS, multiple=pairs_multiple(config))
     else:
         budget = plan_budget(config, window=window)
-    hears = objective == PAIRS and is_audio(model.config.to_dict())
-    run = PreparedRun(config, budget, objective, width, distils, hears=hears)
+    speech = objective == PAIRS and is_audio(model.config.to_dict())
+    run = PreparedRun(config, budget, objective, width, distils, speech=speech)
     _check_distillation(run)
     return run
 

@@ -137,7 +137,7 @@ def tiny_config(spec: AttentionSpec, config: Mapping[str, Any]) -> dict[str, Any
     num_heads, layers = lookup(text, spec.heads_key), text.get(spec.layers_key)
     if (own := width(replace(spec, config_path=()), text)) > 0:
         cut_factors(text, own, _WIDTH)
-    text |= {key: value for key, value in _SMALL.items() if key in text or _by_default(text, key)}
+    text |= {key: value for key, value in _SMALL.items() if key in text or _slow_by_default(text, key)}
     text |= dict.fromkeys([k for k in _WIDTHS if k in text] or _WIDTHS[:1], num_heads * _WIDTH)
     for key in {spec.head_dim_key, *(v.head_dim_key for v in spec.variants)} & text.keys():
         text[key] = None if text[key] is None else _WIDTH
@@ -152,7 +152,7 @@ def tiny_config(spec: AttentionSpec, config: Mapping[str, Any]) -> dict[str, Any
     return text
 
 
-def _by_default(config: Mapping[str, Any], key: str) -> bool:
+def _slow_by_default(config: Mapping[str, Any], key: str) -> bool:
     """Whether a key that a config lacks makes its class slow: scans over long chunks, a hundred times the rest."""
     from transformers import CONFIG_MAPPING
 

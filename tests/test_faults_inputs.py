@@ -231,6 +231,20 @@ def test_n08_a_pickle_with_a_record_that_is_encrypted(model: Path, tmp_path: Pat
     refused(model, tmp_path / "out", "not readable")
 
 
+def test_n08_a_pickle_with_a_record_that_is_marked_as_a_folder(model: Path, tmp_path: Path) -> None:
+    """torch reads nothing there and returns whatever the memory held."""
+    state = weights(model)
+    (model / "model.safetensors").unlink()
+    file = model / "pytorch_model.bin"
+    torch.save(state, file)
+    data = bytearray(file.read_bytes())
+    with zipfile.ZipFile(file) as archive:
+        name = next(i.filename for i in archive.infolist() if i.filename.endswith("data/3")).encode()
+    data[data.rindex(name) - 46 + 38] |= 0x10  # attributes, in the directory at the end
+    file.write_bytes(data)
+    refused(model, tmp_path / "out", "marked as a folder")
+
+
 def test_n08_a_pickle_of_before_2020(model: Path, whole: Path, tmp_path: Path) -> None:
     (model / "model.safetensors").unlink()
     file = model / "pytorch_model.bin"

@@ -27,6 +27,7 @@ _STORAGE = re.compile(r"[^/]+/data/\d+")  # the record of a storage
 _SIGNATURE = b"PK\x03\x04"  # of a record's own header
 _LOCAL = struct.Struct("<26xHH")  # a record's own header: lengths of its name and of its extra field
 _PACKED = 0x2061  # flags of a record: encrypted, patched, encrypted strongly, masked
+_FOLDER = 0x10  # attribute of a record: torch takes it for a folder and reads nothing, without a word
 
 
 class BinFile:
@@ -172,9 +173,10 @@ def _records(file: SourceFile) -> tuple[dict[int, int], bytes]:
     keys, pickled = {}, b""
     names = [info.orig_filename for info in infos]
     for info in infos:
-        if info.flag_bits & _PACKED:
+        packed, folder = info.flag_bits & _PACKED, info.external_attr & _FOLDER
+        if packed or folder:
             raise CheckpointError(
-                f"not readable ({quoted(info.orig_filename)} is encrypted)",
+                f"not readable ({quoted(info.orig_filename)} is {'encrypted' if packed else 'marked as a folder'})",
                 where=file.path,
                 fix="download it again",
             )

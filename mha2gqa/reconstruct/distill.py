@@ -16,9 +16,9 @@ from ..config.reconstruct import ReconstructConfig
 from ..lm_head import ChunkedLogits, chunk_slices
 from .calls import slice_rows
 from .driver import split_batches, window_of
-from .hidden_states import real_positions
+from .hidden_states import MASKS, real_positions
 from .regress import minimise, row_order
-from .train_state import autocast, float32, frozen, repeatable, trained_parameters
+from .train_state import autocast, behind_masks, float32, frozen, repeatable, trained_parameters
 
 LOGITS = {"cpu": 2**26, "default": 2**29}  # float32 logits of one model that exist at a time
 
@@ -99,7 +99,14 @@ def distill(
         return sum(weight / sum(weights) * x for weight, x in zip(weights, found, strict=True))
 
     knobs = replace(config, steps=config.distill_steps, learning_rate=config.distill_rate, relative=False)
-    with frozen(teacher, student), repeatable(), float32(parameters), torch.enable_grad():
+    masks = not isinstance(inputs, Tensor) and any(name in inputs for name in MASKS)
+    with (
+        frozen(teacher, student),
+        repeatable(),
+        behind_masks(masks),
+        float32(parameters),
+        torch.enable_grad(),
+    ):
         before = validate()
         steps = minimise(parameters, backward, validate, knobs)
         return Distilled(before, validate(), steps)

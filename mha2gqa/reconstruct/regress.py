@@ -12,7 +12,7 @@ from ..config.reconstruct import ReconstructConfig
 from .calls import Calls
 from .ranks import Ranks
 from .row_store import Prefetched
-from .train_state import autocast
+from .train_state import autocast, behind_masks
 
 ALONE = Ranks()
 STRATA = 8  # at most so many processes can share a step's rows
@@ -139,7 +139,7 @@ def regress(
         train.loss(out, target, index).backward()
         mean()
 
-    with ranks.mean_gradients(parameters) as mean:
+    with ranks.mean_gradients(parameters) as mean, behind_masks(train.masked):
         return minimise(parameters, backward, lambda: relative_error(module, validation, ranks), config)
 
 

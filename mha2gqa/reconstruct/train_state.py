@@ -55,6 +55,25 @@ def repeatable() -> Iterator[None]:
             switches.fill_uninitialized_memory = fills
 
 
+@contextmanager
+def behind_masks(masks: bool = True) -> Iterator[None]:
+    """Attention with gradients that are finite behind masks.
+
+    On Hopper torch 2.11 and later run attention in half precision by cuDNN, whose backward pass (before 9.26) gives NaN
+    for queries all of whose logits are below -88, where the keys fill half of their last 128 and there is a mask.
+
+    Args:
+        masks: Whether attention is given any; without, kernels stay as they are.
+    """
+    kernels: Any = torch.backends.cuda
+    own = kernels.cudnn_sdp_enabled()
+    kernels.enable_cudnn_sdp(own and not masks)
+    try:
+        yield
+    finally:
+        kernels.enable_cudnn_sdp(own)
+
+
 def trained_parameters(instance: nn.Module, module: AttentionModule) -> list[nn.Parameter]:
     """The projections of one attention module, and the gains of its norms of q and k."""
     wanted = {

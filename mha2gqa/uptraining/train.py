@@ -16,6 +16,7 @@ from transformers import TrainerCallback
 from ..distributed import world_size
 from ..errors import DataError, TrainingError
 from ..progress import current
+from ..reconstruct.train_state import behind_masks
 from .batches import BlockStream
 from .budget import Budget, UptrainConfig
 from .corpus import Corpus
@@ -94,8 +95,16 @@ def train(
     one_document = nullcontext() if config.isolate_documents else one_document_a_row()
     stream = residual_in_autocast_dtype(student) if config.residual_dtype == "bfloat16" else nullcontext()
     kernels = liger_removed_after(student) if args.use_liger_kernel else nullcontext()
+    attention = behind_masks(_needs_masks(run))
     try:
-        with kernels, loss_attached(student, spec, teacher), one_document, stream, stop_signals() as stop:
+        with (
+            attention,
+            kernels,
+            loss_attached(student, spec, teacher),
+            one_document,
+            stream,
+            stop_signals() as stop,
+        ):
             if compiled:  # after the heads were probed with a few tokens
                 compile_layers(student)
                 if teacher is not None:
@@ -127,6 +136,11 @@ def train(
     _warn_of_passes(run, corpus)
     resumed = None if checkpoint is None else int(checkpoint.name.rpartition("-")[2])
     return TrainingRun(student, trainer, state, corpus, resumed, start, end)
+
+
+def _needs_masks(run: PreparedRun) -> bool:
+    """Whether attention may be given masks over lengths that are not whole multiples of 128."""
+    return run.objective != "next-token" or run.config.isolate_documents or run.budget.window % 128 > 0
 
 
 @contextmanager

@@ -37,6 +37,14 @@ def hardware(device: str = "cpu") -> dict[str, Any]:
     return found
 
 
+def gpu_names() -> list[str]:
+    """What `CUDA_VISIBLE_DEVICES` calls the GPUs that this process may use."""
+    import torch
+
+    masked, count = os.environ.get("CUDA_VISIBLE_DEVICES"), torch.cuda.device_count()
+    return masked.split(",")[:count] if masked else [str(i) for i in range(count)]
+
+
 def code_digest() -> str:
     """Which code measured: the start of a SHA-256 over the package's Python files."""
     digest = hashlib.sha256()

@@ -78,7 +78,7 @@ class Bench:
 
     def generated(self) -> tuple[str, dict[str, Any]]:
         """Text that the original wrote itself, once for a work folder, and what it cost."""
-        path = self.args.work / "generated.jsonl"
+        path = self.scratch.generated
         with locked(path.with_suffix(".lock")):
             facts = generate_text(
                 self.args.model,

@@ -196,7 +196,8 @@ def planned(
             cells += [replace(_mixed(g, large), wide=r) for r in wide[:1] if g % r == 0]
             cells += equal_to_wide(num_kv_heads, bold, wide[:1], small)
     for r in wide[1:]:
-        cells += [c for c in same_bytes(num_kv_heads, bold, [r], small, seeds[0]) if c.wide == r]
+        for rows in (same_bytes, on_text):
+            cells += [c for c in rows(num_kv_heads, bold, [r], small, seeds[0]) if c.wide == r]
     cells += _rest(num_kv_heads, groups, wide, alphas, seeds, bold)
     return list({cell.key: cell for cell in cells}.values())
 

@@ -25,6 +25,11 @@ class Scratch:
 
     root: Path
 
+    @property
+    def generated(self) -> Path:
+        """The text that the original wrote itself."""
+        return self.root / "generated.jsonl"
+
     def start(self, name: str) -> tuple[Path, Path]:
         """Folder of a conversion, and the file with its cost, which is written when it is whole."""
         folder = self.root / "converted" / name
@@ -36,9 +41,10 @@ class Scratch:
         return folder, folder.with_name(f"{name}.json")
 
     def missing(self, cell: Cell, entries: Entries) -> list[str]:
-        """What a cell would have to make first: `converted/…`, `uptrained/…`."""
+        """What a cell would have to make first: the text of the original, `converted/…`, `uptrained/…`."""
         rates = rates_of(cell, entries)
-        files = [] if cell.start == "original" else [self.start(start_name(cell, rates))[1]]
+        files = [self.generated] if cell.text == "generate" else []
+        files += [] if cell.start == "original" else [self.start(start_name(cell, rates))[1]]
         files += [self.trained(trained_name(cell, rates))[1]] if cell.objective else []
         return [f"{file.parent.name}/{file.stem}" for file in files if not file.exists()]
 

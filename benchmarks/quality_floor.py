@@ -3,11 +3,17 @@
     python benchmarks/quality_floor.py --model MODEL --train CORPUS --valid VALID.jsonl --groups 4 \\
         --work /scratch --ledger ledger.jsonl --seconds 540
 
+A larger original, of its own shape and budget, for the same bench:
+
+    python benchmarks/quality_floor.py --model MODEL --train CORPUS --valid VALID.jsonl --groups 16 --passes 2 --lr 1e-3 \\
+        --shape hidden_size=1024 head_dim=64 intermediate_size=2816 --work /scratch --save /scratch/llama-111m
+
 How much of a conversion's gap is fewer heads, and how much is conversion. Same config but for the KV heads,
 same tokens in the same order, same optimiser and schedule as the original's `train.json` says: AdamW
 (0.9, 0.95), weight decay 0.1 on matrices, gradient norm 1, bf16 autocast over float32 weights, warm-up of 200
 steps, constant, a linear decay to 5 % over the last 30 %. State is saved before `--seconds` are over and the next
 call goes on from there, bit for bit the same batches. Several `--groups` are trained at once, one process each.
+`--save` keeps the models; with `--shape` nothing is written to the ledger.
 """
 
 from __future__ import annotations
@@ -24,16 +30,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from _common import hardware
+from _common import gpu_names, hardware, write_json
 from _quality_ledger import Ledger
 from _quality_rows import model_shape
 from _quality_scores import scores
+from torch import Tensor
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 from mha2gqa.checkpoints.loading import load_tokenizer, resolve_device
 from mha2gqa.data import encode_documents, read_documents, token_blocks
 from mha2gqa.data.encoding import eos_id
 
 WARMUP, DECAY, FLOOR = 200, 0.3, 0.05
+CAUSAL = "causal_only"  # the attention function is registered under this
 
 
 def rate_at(step: int, steps: int, peak: float) -> float:
@@ -78,9 +87,43 @@ def build(args: argparse.Namespace, groups: int) -> Any:
     """The untrained model."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.from_pretrained(args.model, num_key_value_heads=groups, dtype="float32")
+    register_causal()
+    changes = args.shape | {"num_key_value_heads": groups}
+    config = AutoConfig.from_pretrained(args.model, dtype="float32", **changes)
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    model = AutoModelForCausalLM.from_config(config)
+    model.set_attn_implementation(CAUSAL)
+    return model
+
+
+def register_causal() -> None:
+    """Attention without a mask tensor: compiled, transformers would write one, which flash attention does not take."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    def attention(
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Any,
+        scaling: float | None = None,
+        **kw: Any,
+    ) -> tuple[Tensor, None]:
+        grouped = query.shape[1] != key.shape[1]
+        out = scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scaling, enable_gqa=grouped
+        )
+        return out.transpose(1, 2).contiguous(), None
+
+    AttentionInterface.register(CAUSAL, attention)
+    AttentionMaskInterface.register(CAUSAL, lambda *words, **kw: None)
+
+
+def next_token_loss(model: Any, ids: Tensor) -> Tensor:
+    """Mean cross-entropy of `ids[:, 1:]`; compiled as a whole, so that float32 logits are never stored."""
+    logits = model(input_ids=ids[:, :-1], use_cache=False).logits
+    return cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
 
 
 def optimiser(model: Any, rate: float, device: torch.device) -> torch.optim.Optimizer:
@@ -94,12 +137,10 @@ def optimiser(model: Any, rate: float, device: torch.device) -> torch.optim.Opti
 def recipe_of(args: argparse.Namespace) -> tuple[int, float, int, int]:
     """Steps, peak rate, blocks a step and window: the original's, where no option says otherwise."""
     stored = json.loads((args.model / "train.json").read_text())
-    return (
-        args.steps or stored["steps"],
-        args.lr or stored["lr"],
-        args.batch or stored["batch"],
-        args.window or stored["T"],
-    )
+    size, window, steps = args.batch or stored["batch"], args.window or stored["T"], args.steps
+    if args.passes:
+        steps = round(args.passes * len(token_stream(args)) / (size * window))
+    return steps or stored["steps"], args.lr or stored["lr"], size, window
 
 
 def train(args: argparse.Namespace, groups: int) -> Any | None:
@@ -114,8 +155,8 @@ def train(args: argparse.Namespace, groups: int) -> Any | None:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         first = state["step"]
-    run = torch.compile(model) if device.type == "cuda" else model
-    stream = batches(token_stream(args), size, window, first)
+    run = torch.compile(next_token_loss) if device.type == "cuda" else next_token_loss
+    stream, began = batches(token_stream(args), size, window, first), time.monotonic()
     for step in range(first, steps):
         if time.time() > args.until:
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
@@ -127,14 +168,14 @@ def train(args: argparse.Namespace, groups: int) -> Any | None:
         for group in optimizer.param_groups:
             group["lr"] = rate_at(step, steps, rate)
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            logits = run(input_ids=ids[:, :-1], use_cache=False).logits
-            loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
+            loss = run(model, ids)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        if step % 250 == 0:
-            print(f"G{groups}: step {step} loss {loss.item():.3f}", file=sys.stderr, flush=True)
+        if step % 100 == 0 or step + 1 == steps:
+            said = f"step {step} of {steps}, loss {loss.item():.3f}, {time.monotonic() - began:.0f} s"
+            print(f"G{groups}: {said}", file=sys.stderr, flush=True)
     return model
 
 
@@ -147,30 +188,57 @@ def floor(args: argparse.Namespace, groups: int, ledger: Ledger) -> None:
     model = train(args, groups)
     if model is None:
         return
-    steps, _, size, window = recipe_of(args)
-    model = model.to(torch.bfloat16).float().eval()  # as it would be stored
+    steps, rate, size, window = recipe_of(args)
+    model = model.to(torch.bfloat16).float().eval()  # as it is stored
     blocks = token_blocks(load_tokenizer(args.model), read_documents([args.valid]), window)
+    if args.eval_blocks:
+        blocks = blocks[: args.eval_blocks]
     visits = steps * size * window
-    ledger.add(
-        {
-            "key": key,
-            "start": "scratch",
-            "groups": groups,
-            "seed": 0,
-            "part": "valid",
-            **scores(model, None, blocks[: args.eval_blocks] if args.eval_blocks else blocks),
-            "unique_tokens": min(visits, len(token_stream(args))),
-            "token_visits": visits,
-            "flops": visits * 3 * model_shape(model).forward(window),
-            "wall_seconds": round(time.monotonic() - began, 1),
-            "model": args.model.name,
-            "window": window,
-            "blocks": len(blocks),
-            "gpu": hardware(str(resolve_device(args.device))).get("gpu", "cpu"),
-            "date": time.strftime("%Y-%m-%d"),
+    row = {
+        "key": key,
+        "start": "scratch",
+        "groups": groups,
+        "seed": 0,
+        "part": "valid",
+        **scores(model, None, blocks),
+        "unique_tokens": min(visits, len(token_stream(args))),
+        "token_visits": visits,
+        "flops": visits * 3 * model_shape(model).forward(window),
+        "wall_seconds": round(time.monotonic() - began, 1),
+        "model": args.model.name,
+        "window": window,
+        "blocks": len(blocks),
+        "gpu": hardware(str(resolve_device(args.device))).get("gpu", "cpu"),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+    if args.save:
+        recipe = {
+            "steps": steps,
+            "tokens": visits,
+            "batch": size,
+            "T": window,
+            "lr": rate,
+            "valid_loss": row["loss"],
         }
-    )
-    print(json.dumps(ledger.entries()[key]), flush=True)
+        save(args, model, groups, recipe)
+    if not args.shape:
+        ledger.add(row)
+    print(json.dumps(row), flush=True)
+
+
+def save(args: argparse.Namespace, model: Any, groups: int, recipe: dict[str, Any]) -> None:
+    """Write a model as it would be published: bfloat16 weights, tokenizer, and the recipe in `train.json`."""
+    folder = args.save if args.shape else args.save / f"G{groups}"
+    model.set_attn_implementation("sdpa")  # the registered one is nobody else's
+    model.to(torch.bfloat16).save_pretrained(folder)
+    load_tokenizer(args.model).save_pretrained(folder)
+    write_json(folder / "train.json", recipe)
+
+
+def change(word: str) -> tuple[str, Any]:
+    """`hidden_size=1024` as a key of the config and its value."""
+    name, _, value = word.partition("=")
+    return name, json.loads(value)
 
 
 def parse_args() -> argparse.Namespace:
@@ -199,6 +267,19 @@ def parse_args() -> argparse.Namespace:
     add("--copy", type=Path, help="the ledger is copied there after each row")
     add("--any-code", action="store_true")
     add("--seconds", type=float, default=3600.0, help="save and stop after this")
+    add(
+        "--save",
+        type=Path,
+        help="folder of the trained models, one in it for each G; with `--shape` of the model",
+    )
+    add(
+        "--shape",
+        type=change,
+        nargs="+",
+        default=[],
+        help="other sizes than the original's, KEY=VALUE of its config",
+    )
+    add("--passes", type=float, help="over the text, instead of the original's steps")
     add("--steps", type=int, help="instead of the original's")
     add("--lr", type=float)
     add("--batch", type=int, help="blocks a step, instead of the original's")
@@ -207,7 +288,7 @@ def parse_args() -> argparse.Namespace:
     add("--device", default="auto")
     add("--until", type=float, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    args.until = args.until or time.time() + args.seconds
+    args.until, args.shape = args.until or time.time() + args.seconds, dict(args.shape)
     return args
 
 
@@ -220,11 +301,11 @@ def main() -> None:
         floor(args, args.groups[0], ledger)
         return
     token_stream(args)
-    gpus = torch.cuda.device_count()
+    gpus = gpu_names()
     children = []
     for i, groups in enumerate(args.groups):
         words = [*_without_groups(sys.argv[1:]), "--groups", str(groups), "--until", str(args.until)]
-        visible = {"CUDA_VISIBLE_DEVICES": str(i % gpus)} if gpus else {}
+        visible = {"CUDA_VISIBLE_DEVICES": gpus[i % len(gpus)]} if gpus else {}
         children.append(subprocess.Popen([sys.executable, __file__, *words], env=os.environ | visible))
     codes = [child.wait() for child in children]
     sys.exit(1 if any(codes) else 0)

@@ -25,9 +25,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers
-from _common import hardware
+from _common import gpu_names, hardware
 from _quality_bench import Bench
 from _quality_cells import E2E_TOKENS, Cell, planned, rates_pending
 from _quality_ledger import Ledger
@@ -46,11 +45,12 @@ def log(message: str) -> None:
 
 
 def cells_of(args: argparse.Namespace) -> tuple[list[Cell], list[Cell]]:
-    """The cells that are wanted, and all of the plan."""
+    """The cells that are wanted, those of the first expression first, and all of the plan."""
     config = load_config_json(args.model)
     heads = config.get("num_key_value_heads") or config["num_attention_heads"]
     cells = planned(heads, args.groups, tuple(args.tokens), args.seeds, tuple(args.bold), args.wide)
-    return [cell for cell in cells if any(re.search(word, cell.key) for word in args.only)], cells
+    wanted = {cell.key: cell for word in args.only for cell in cells if re.search(word, cell.key)}
+    return list(wanted.values()), cells
 
 
 def work(args: argparse.Namespace) -> None:
@@ -109,15 +109,14 @@ def run(args: argparse.Namespace) -> None:
     """Start the workers, each on its GPU, and wait for them."""
     args.work.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(args.work / "claims", ignore_errors=True)
-    gpus = torch.cuda.device_count() if args.device in ("auto", "cuda") else 0
+    names = gpu_names() if args.device in ("auto", "cuda") else []
     if args.workers < 2:
         work(args)
         return
-    words = [*sys.argv[1:], "--until", str(args.until), "--gpus", str(max(1, gpus))]
-    processes, masked = [], os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = masked.split(",") if masked else [str(i) for i in range(gpus)]
+    words = [*sys.argv[1:], "--until", str(args.until), "--gpus", str(max(1, len(names)))]
+    processes = []
     for i in range(args.workers):
-        visible = {"CUDA_VISIBLE_DEVICES": names[i % gpus]} if gpus else {}
+        visible = {"CUDA_VISIBLE_DEVICES": names[i % len(names)]} if names else {}
         processes.append(
             subprocess.Popen([sys.executable, __file__, *words, "--worker"], env=os.environ | visible)
         )
@@ -183,7 +182,7 @@ def parse_args(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--e2e-tokens", type=int, default=E2E_TOKENS)
     add("--fit-steps", type=int, help="of the regression, instead of the fit's own (a try)")
     add("--eval-blocks", type=int, help="score only the first blocks (a try)")
-    add("--only", nargs="+", default=[""], help="only rows whose key one of these finds")
+    add("--only", nargs="+", default=[""], help="only rows whose key one of these finds, in their order")
     add("--wide", type=int, nargs="+", default=[], help="R of wide heads to measure beside plain ones")
     add("--device", default="auto")
     add("--poll", type=float, default=2.0, help=argparse.SUPPRESS)

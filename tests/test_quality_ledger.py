@@ -79,6 +79,16 @@ def test_every_start_is_tuned_on_the_same_rates() -> None:
     assert {start for kind, start in tuned if kind == "kd"} == {"joint", "mean"}
 
 
+def test_rows_come_in_the_order_of_the_expressions_that_find_them() -> None:
+    words = ["--model", str(tiny_model_path()), "--groups", "2", "1", "--bold", "2", "1"]
+    wanted, plan = quality_ledger.cells_of(
+        quality_ledger.parse_args([*words, "--only", "^joint/G1/fits/seed0", "^joint/G./fits/seed[01]"])
+    )
+    keys = [cell.key for cell in wanted]
+    assert keys[0] == "joint/G1/fits/seed0" and len(set(keys)) == len(keys) > 1
+    assert len(plan) > len(wanted)
+
+
 def test_rates_beyond_the_grid_are_tried_where_the_best_of_the_grid_lies_at_its_edge() -> None:
     rows = [row for row in read_lines(LEDGER) if row.get("tunes") and row.get("wide", 1) == 1]
     for (kind, start), rates in cells.BEYOND.items():
@@ -144,6 +154,15 @@ def test_rows_with_one_conversion_or_one_uptraining_wait_for_it(tmp_path: Path) 
     assert next_of(ledger, plan) == rounded
     assert cells.trained_name(rounded, rates) == cells.trained_name(row, rates)
     assert cells.trained_name(row, {"kd": 5e-4}) != cells.trained_name(row, {"kd": 1e-3})
+
+
+def test_one_process_lets_the_original_write_and_the_others_wait_for_its_text(tmp_path: Path) -> None:
+    ledger, scratch = Ledger(tmp_path / "l.jsonl", tmp_path / "claims"), Scratch(tmp_path / "work")
+    rows = [cells.Cell("joint", g, "fits", text="generate") for g in (4, 2)]
+    assert next_of(ledger, rows) == rows[0] and ledger.claim(rows[0].key)
+    assert next_of(ledger, rows) is None
+    make(scratch.generated)
+    assert next_of(ledger, rows) == rows[1]
 
 
 def test_a_row_at_a_rate_that_tuning_has_left_is_measured_again(tmp_path: Path) -> None:
@@ -307,6 +326,16 @@ def test_the_floor_goes_on_where_it_stopped() -> None:
     ]
     assert quality_floor.rate_at(1000, 1000, 1.0) == pytest.approx(0.05)
     assert quality_floor._without_groups(["--a", "--groups", "4", "2", "--b", "7"]) == ["--a", "--b", "7"]
+
+
+def test_attention_that_knows_no_mask_gives_the_loss_of_the_stock_one() -> None:
+    model = pico_llama(num_key_value_heads=2)
+    ids = torch.randint(0, model.config.vocab_size, (2, 9), generator=torch.Generator().manual_seed(0))
+    before = quality_floor.next_token_loss(model, ids)
+    quality_floor.register_causal()
+    model.set_attn_implementation(quality_floor.CAUSAL)
+    assert torch.allclose(quality_floor.next_token_loss(model, ids), before, atol=1e-6)
+    assert quality_floor.change("hidden_size=64") == ("hidden_size", 64)
 
 
 def test_the_summary_gives_gaps_to_the_original_and_to_the_original_continued() -> None:

@@ -17,6 +17,15 @@ RESULTS = Path(__file__).parent / "results"
 NOT_RUN = "not run"
 OBJECTIVES = {"kd": "distilled", "mix": "half distilled, half text,"}
 SEED = re.compile(r"/seed\d+$")
+STEPS_OF_FITS = {
+    "",
+    "merged",
+    "refit",
+    "fits",
+    "fits100",
+    "fits300",
+}  # the others are ways to fit of their own
+WAYS = {"e2e": "end to end on 4.2M tokens"}  # what they are called
 
 Rows = Mapping[str, Sequence[Mapping[str, Any]]]  # by key without the seed
 
@@ -52,10 +61,14 @@ def spread(rows: Sequence[Mapping[str, Any]], name: str = "gap") -> str:
 # --- the same bytes ------------------------------------------------------------------------------------
 
 
-def forms(groups: int, num_kv_heads: int, wide: Sequence[int]) -> list[Cell]:
-    """What holds as many bytes as GQA-`groups` in 16 bits: plain, wide, and both of twice the cache in 8 bits."""
+def forms(groups: int, num_kv_heads: int, wide: Sequence[int], fits: Sequence[str] = ()) -> list[Cell]:
+    """What holds as many bytes as GQA-`groups` in 16 bits: plain, wide, and both of twice the cache in 8 bits.
+
+    Plain heads also after other `fits`.
+    """
     plain = Cell("joint", groups, "fits")
-    found = [plain, *(replace(plain, wide=r) for r in wide if groups % r == 0)]
+    found = [plain, *(replace(plain, fit=fit) for fit in fits)]
+    found += [replace(plain, wide=r) for r in wide if groups % r == 0]
     if 2 * groups <= num_kv_heads:
         twice = replace(plain, groups=2 * groups, cache="int8")
         if twice.groups == num_kv_heads:
@@ -72,6 +85,7 @@ def form_name(cell: Cell) -> str:
     name = f"GQA-{cell.groups}"
     if cell.wide > 1:
         name = f"wide R={cell.wide}: {heads} head{'s' * (heads > 1)}"
+    name += "" if cell.fit in STEPS_OF_FITS else f", {WAYS.get(cell.fit, cell.fit)}"
     return f"{name}, {cell.cache} cache" if cell.cache else name
 
 
@@ -85,6 +99,7 @@ def same_bytes(record: Mapping[str, Any]) -> str:
     rows, heads = by_configuration(record["entries"]), record["num_kv_heads"]
     cells = [Cell.of(found[0]) for found in rows.values()]
     wide = sorted({c.wide for c in cells} - {1})
+    fits = sorted({c.fit for c in cells if c.start == "joint"} - STEPS_OF_FITS)
     taught = {
         (f[0]["tokens"], f[0]["objective"], f[0].get("at_rate", "")) for f in rows.values() if _taught(f[0])
     }
@@ -96,15 +111,19 @@ def same_bytes(record: Mapping[str, Any]) -> str:
     ]
     as_wide = any("/wide" in c.equal_to and c.start == "joint" for c in cells)
     head += ["for the FLOPs of wide R=2"] if as_wide else []
+    from_scratch = any(c.start == "scratch" for c in cells)
+    head += ["G heads from scratch"] if from_scratch else []
     lines = []
     for groups in sorted({c.groups for c in cells if c.start == "joint"}, reverse=True):
-        for form in forms(groups, heads, wide):
+        for form in forms(groups, heads, wide, fits):
             found = [rows.get(key_of(form), [])]
             if form.start != "original":
                 made = ((replace(form, objective=how, tokens=t), rate) for t, how, rate in budgets)
                 found += [rows.get(key_at(key_of(cell), rate), []) for cell, rate in made]
                 found += [_as_wide(rows, form, groups, budgets[0][0])] if as_wide else []
-            if any(found) or form.wide == 1:
+                if from_scratch and form == Cell("joint", groups, "fits"):
+                    found.append(rows.get(f"scratch/G{groups}", []))
+            if any(found) or (form.wide == 1 and form.fit in STEPS_OF_FITS):
                 cells_of_line = [*map(spread, found), *[""] * (len(head) - 2 - len(found))]
                 lines.append([f"GQA-{groups}", form_name(form), *cells_of_line])
     seen: set[str] = set()
@@ -179,6 +198,24 @@ def _as_wide(rows: Rows, form: Cell, groups: int, tokens: int) -> Sequence[Mappi
     if form.wide > 1:
         return rows.get(key_of(taught), []) if (form.groups, form.wide, form.cache) == (groups, 2, "") else []
     return rows.get(key_of(replace(form, objective="kd", equal_to=taught.key)), [])
+
+
+def sizes(record: Mapping[str, Any]) -> str:
+    """Gaps of originals of several sizes at the same shares of KV heads, each by its own ledger."""
+    head, stages = ["KV heads", "original", "parameters", "loss"], ("fits", "fits/kd-2.71M", "fits/mix-2.71M")
+    head += ["after fits", "distilled on 2.71M tokens", "half distilled, half text, on 2.71M tokens"]
+    lines = []
+    ledgers = [(of, _ledger.record(RESULTS / of["ledger"])) for of in record["ledgers"]]
+    for share in record["shares"]:
+        for of, ledger in ledgers:
+            rows, groups = by_configuration(ledger["entries"]), ledger["num_kv_heads"] // share
+            original = next(e["loss"] for e in ledger["entries"] if _is_original(e))
+            gaps = []
+            for stage in stages:
+                keys, _ = alike(rows, f"joint/G{groups}/{stage}")
+                gaps.append(spread(rows[keys[0]]) if keys else NOT_RUN)
+            lines.append([f"{share}:1", f"`{ledger['model']}`", of["parameters"], f"{original:.4f}", *gaps])
+    return f"{record['about']}\n\n{markdown(head, lines)}"
 
 
 # --- bars ----------------------------------------------------------------------------------------------
@@ -286,17 +323,11 @@ def positions(record: Mapping[str, Any]) -> str:
     ):
         cell = Cell.of(found[0])
         means = [statistics.mean(row["loss_by_position"][e] for row in found) for e in edges]
-        what = (
-            f", {OBJECTIVES.get(cell.objective, 'text')} {cell.tokens / 1e6:.3g}M tokens"
-            if cell.tokens
-            else ", fits"
-        )
-        text = ", generated text" if cell.text == "generate" else ""
         gaps = (
             f"{mean - original['loss_by_position'][e]:+.4f}" for mean, e in zip(means, edges, strict=True)
         )
         rate = f", {found[0]['at_rate']}" if found[0].get("at_rate") else ""
-        lines.append([f"{_full_name(cell)}{text}{what}{rate}", *gaps])
+        lines.append([f"{row_name(cell)}{rate}", *gaps])
     return (
         f"Gap to the original by position in the text.\n\n{markdown(['positions', *edges], lines)}"
         if lines
@@ -308,36 +339,58 @@ def _is_original(row: Mapping[str, Any]) -> bool:
     return row["start"] == "original" and not row.get("objective") and not row.get("cache")
 
 
-def _full_name(cell: Cell) -> str:
-    """`wide R=2: 2 heads (cache of GQA-4)`."""
-    return form_name(cell) + (f" (cache of GQA-{cell.groups})" if cell.wide > 1 else "")
-
-
-def probes(record: Mapping[str, Any]) -> str:
-    """Shares of right answers, original against results; what does not count is marked."""
-    names = list(record["rows"][0]["results"])
-    lines = [
-        [
-            f"{row['probe']}, {row['length']:,} tokens",
-            f"{row['original']:.1%} ± {row['standard_error']:.1%}",
-            "yes" if row["counts"] else "no",
-            *(_lost(row["results"][name]) for name in names),
-        ]
-        for row in record["rows"]
-    ]
-    counted = sum(row["counts"] for row in record["rows"])
-    texts = record["rows"][0]["texts"]
+def row_name(cell: Cell) -> str:
+    """`wide R=2: 2 heads (cache of GQA-4), distilled 2.71M tokens`."""
+    name = form_name(cell) + (f" (cache of GQA-{cell.groups})" if cell.wide > 1 else "")
+    name += ", generated text" if cell.text == "generate" else ""
+    if cell.fit in STEPS_OF_FITS and not (cell.tokens and cell.fit == "fits"):
+        name += f", {cell.fit}"
     return (
-        f"`{record['model']}`, {texts} texts of each kind and length, every question a choice among {record['choices']} "
-        f"tokens (chance {1 / record['choices']:.1%}). {counted} of {len(lines)} probes count: the original is at least three "
-        "standard errors above chance (its own or those of single guesses, the larger). Results: share of right answers, and how far it is below the original's.\n\n"
-        f"Measured on: {measured_on(record['provenance'])}.\n\n"
-        + markdown(["probe", "original", "counts", *names], lines)
+        name
+        if not cell.tokens
+        else f"{name}, {OBJECTIVES.get(cell.objective, 'text')} {cell.tokens / 1e6:.3g}M tokens"
     )
 
 
-def _lost(result: Mapping[str, float]) -> str:
-    return f"{result['share']:.1%} ({-result['lost']:+.1%} ± {result['standard_error']:.1%})"
+def probes(record: Mapping[str, Any]) -> str:
+    """Shares of right answers of the original, then what each result loses of them where the probe counts."""
+    rows = record["rows"]
+    lines = [
+        [
+            _probe_name(row),
+            f"{row['original']:.1%} ± {row['standard_error']:.1%}",
+            "yes" if row["counts"] else "no",
+        ]
+        for row in rows
+    ]
+    counted = [row for row in rows if row["counts"]]
+    text = (
+        f"`{record['model']}`, {rows[0]['texts']:,} texts of each kind and length, every question a choice among "
+        f"{record['choices']} tokens (chance {1 / record['choices']:.1%}). {len(counted)} of {len(lines)} probes count: the "
+        "original is at least three standard errors above chance (its own or those of single guesses, the larger).\n\n"
+        f"Measured on: {measured_on(record['provenance'])}.\n\n"
+        + markdown(["probe", "original", "counts"], lines)
+    )
+    names = list(dict.fromkeys(name for row in counted for name in row["results"]))
+    if not names:
+        return text
+    table = [[name, *(_lost(row["results"].get(name)) for row in counted)] for name in names]
+    return (
+        f"{text}\n\nShare of right answers beside the original's, question by question; bold where it is three standard "
+        "errors or more below.\n\n" + markdown(["", *map(_probe_name, counted)], table)
+    )
+
+
+def _probe_name(row: Mapping[str, Any]) -> str:
+    return f"{row['probe']}, {row['length']:,} tokens"
+
+
+def _lost(result: Mapping[str, float] | None) -> str:
+    """`-1.5% ± 0.8%`, in bold where that is more than chance."""
+    if result is None:
+        return NOT_RUN
+    mark = "**" if result["lost"] >= 3 * result["standard_error"] > 0 else ""
+    return f"{mark}{0 - result['lost']:+.1%} ± {result['standard_error']:.1%}{mark}"
 
 
 def wide_references(record: Mapping[str, Any]) -> str:

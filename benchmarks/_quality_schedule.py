@@ -40,6 +40,12 @@ class Scratch:
         folder = self.root / "uptrained" / name
         return folder, folder.with_name(f"{name}.json")
 
+    def result(self, cell: Cell, rates: Mapping[str, float]) -> Path:
+        """Folder of the checkpoint that a row scored."""
+        if cell.objective:
+            return self.trained(trained_name(cell, rates))[0]
+        return self.start(start_name(cell, rates))[0]
+
     def missing(self, cell: Cell, entries: Entries) -> list[str]:
         """What a cell would have to make first: the text of the original, `converted/…`, `uptrained/…`."""
         rates = rates_of(cell, entries)

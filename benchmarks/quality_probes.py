@@ -3,7 +3,11 @@
     python benchmarks/quality_probes.py --model MODEL --valid VALID.jsonl --results NAME=CHECKPOINT … --out probes.json
 
 Every question is a choice among 16 tokens that stand in the same text (the needle: 16 words), at each of `--lengths`. A
-probe counts only where the original is three standard errors above chance. All models answer the same questions.
+probe counts only where the original is three standard errors above chance; results answer the others only with `--all`.
+All models answer the same questions. Beside checkpoints, `--rows` names rows of a ledger (keys of `quality_ledger.py`)
+whose checkpoints its work folder holds:
+
+    python benchmarks/quality_probes.py … --ledger ledger.jsonl --work /scratch --rows joint/G4/fits/seed0 …
 """
 
 from __future__ import annotations
@@ -15,9 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import transformers
 from _common import provenance, write_json
-from _probes import CHOICES, PROBES, Source, answered, counts, standard_error
+from _probes import CHOICES, PROBES, Questions, Source, answered, counts, standard_error
+from _quality_cells import Cell
+from _quality_frontier import row_name
+from _quality_ledger import read_lines
+from _quality_schedule import Scratch
 
 from mha2gqa.checkpoints.loading import load_model, load_tokenizer, resolve_device
 from mha2gqa.data import encode_documents, read_documents
@@ -30,25 +39,55 @@ def source_of(args: argparse.Namespace) -> Source:
     return Source.of(tokenizer, text)
 
 
+def checkpoints(args: argparse.Namespace) -> dict[str, str]:
+    """Folders of the results by name; rows whose checkpoints are not there are said and left out."""
+    found, scratch = dict(word.split("=", 1) for word in args.results), Scratch(args.work)
+    entries = {entry["key"]: entry for entry in read_lines(args.ledger) if "error" not in entry}
+    for key in args.rows:
+        entry = entries.get(key, {})
+        folder = scratch.result(Cell.of(entry), entry["rates"]) if "rates" in entry else None
+        if folder is None or not folder.exists():
+            log(f"{key}: no checkpoint in {args.work}; left out")
+        else:
+            found[row_name(Cell.of(entry))] = str(folder)
+    return found
+
+
+def log(message: str) -> None:
+    """A line on stderr, at once."""
+    print(message, file=sys.stderr, flush=True)
+
+
+def answers(
+    name: str, folder: str, asked: dict[tuple[str, int], Questions], device: torch.device
+) -> dict[tuple[str, int], np.ndarray]:
+    """Each text's share of right answers of one model."""
+    model = load_model(folder, dtype="float32", device=device).requires_grad_(False)
+    found = {key: answered(model, questions) for key, questions in asked.items()}
+    log(f"{name} { {f'{k[0]} {k[1]}': round(float(v.mean()), 3) for k, v in found.items()} }")
+    return found
+
+
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for each probe and length: the original's share of right answers, and each result's."""
+    """A row for each probe and length: the original's share of right answers, and each result's.
+
+    Written after each model, so that a call that is ended early leaves what it has.
+    """
     device, source = resolve_device(args.device), source_of(args)
+    torch.set_float32_matmul_precision("high")  # a share of right answers needs no more
     asked = {
         (name, length): make(source, length, args.count, args.seed)
         for name, make in PROBES.items()
         for length in args.lengths
     }
-    found: dict[str, dict[tuple[str, int], np.ndarray]] = {}
-    for name, folder in {"original": str(args.model), **dict(x.split("=", 1) for x in args.results)}.items():
-        model = load_model(folder, dtype="float32", device=device).requires_grad_(False)
-        found[name] = {key: answered(model, questions) for key, questions in asked.items()}
-        print(
-            name,
-            {f"{k[0]} {k[1]}": round(float(v.mean()), 3) for k, v in found[name].items()},
-            file=sys.stderr,
-            flush=True,
-        )
-    return [row_of(key, {name: shares[key] for name, shares in found.items()}) for key in asked]
+    shares = {"original": answers("original", str(args.model), asked, device)}
+    counted = {key: x for key, x in asked.items() if args.all or counts(shares["original"][key])}
+    rows: list[dict[str, Any]] = []
+    for name, folder in ({} if not counted else checkpoints(args)).items():
+        shares[name] = answers(name, folder, counted, device)
+        rows = [row_of(key, {n: x[key] for n, x in shares.items() if key in x}) for key in asked]
+        write(args, rows)
+    return rows or [row_of(key, {"original": x}) for key, x in shares["original"].items()]
 
 
 def row_of(key: tuple[str, int], shares: dict[str, np.ndarray]) -> dict[str, Any]:
@@ -86,6 +125,16 @@ def parse_args(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--model", required=True, type=Path, help="the original")
     add("--valid", required=True, help="text that needles are hidden in")
     add("--results", nargs="+", default=[], metavar="NAME=CHECKPOINT")
+    add(
+        "--rows",
+        nargs="+",
+        default=[],
+        metavar="KEY",
+        help="rows of the ledger whose checkpoints are in --work",
+    )
+    add("--ledger", type=Path, default=Path("out/quality-ledger.jsonl"))
+    add("--work", type=Path, default=Path("out/quality-ledger"), help="scratch folder of the ledger")
+    add("--all", action="store_true", help="let results answer probes that do not count, too")
     add("--lengths", type=int, nargs="+", default=[256, 512, 1024, 2048], help="tokens of a text")
     add("--count", type=int, default=200, help="texts of each probe and length")
     add("--seed", type=int, default=0)
@@ -107,13 +156,17 @@ def load_positions(model: Path) -> int | None:
     return longest_context(load_config_json(model))
 
 
-def main(args: argparse.Namespace) -> None:
-    """Measure and write."""
-    transformers.utils.logging.disable_progress_bar()
-    rows = measure(args)
+def write(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
+    """The results file."""
     record = {"command": "benchmarks/quality_probes.py", "model": args.model.name, "choices": CHOICES}
     record |= {"seed": args.seed, "rows": rows, "provenance": provenance(str(resolve_device(args.device)))}
     write_json(args.out, record)
+
+
+def main(args: argparse.Namespace) -> None:
+    """Measure and write."""
+    transformers.utils.logging.disable_progress_bar()
+    write(args, measure(args))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from typing import Any
 import _ledger
 from _loss_tables import OBJECTIVES, ce_weight, cost, quality, sweep
 from _markdown import markdown, measured_on
-from _quality_frontier import bars, positions, probes, same_bytes, wide_references
+from _quality_frontier import bars, positions, probes, same_bytes, sizes, wide_references
 from _real import decoding, real
 from _speed_tables import calibrate_speed, closed_form_speed, convert_speed, decode_speed, uptrain_large
 from _suites import fuzz, kills
@@ -207,6 +207,7 @@ RENDERERS: dict[str, Sequence[Callable[[Mapping[str, Any]], str]]] = {
     "benchmarks/quality_probes.py": (probes,),
     "benchmarks/wide_references.py": (wide_references,),
     "bars of benchmarks/quality_ledger.py": (bars,),
+    "sizes of benchmarks/quality_ledger.py": (sizes,),
     "benchmarks/quality_t5.py --stages tune": (ce_weight,),
     "benchmarks/convert_speed.py": (convert_speed,),
     "benchmarks/uptrain_throughput.py": (uptrain_throughput,),

@@ -69,6 +69,30 @@ def test_what_holds_the_same_bytes_stands_together(tmp_path: Path) -> None:
     assert "|  | wide R=2: 4 heads, int8 cache | +0.0050 | not run |" in text
 
 
+def test_floors_and_other_ways_to_fit_stand_beside_plain_heads(tmp_path: Path) -> None:
+    rows = [entry(PLAIN, 3.05), entry(replace(PLAIN, fit="other"), 3.02), entry(Cell("joint", 2, "fits"), 3.1)]
+    floor = entry(PLAIN, 3.01) | {"key": "scratch/G4/seed0", "start": "scratch"}
+    del floor["rates"], floor["fit"], floor["kl"]
+    path = ledger(tmp_path, *rows, floor)
+    found = record(path)
+    text = frontier.same_bytes(found)
+    assert "|  |  | after fits | G heads from scratch |" in text.replace("cache bytes of", "")
+    assert "| GQA-4 (4:1) | GQA-4 | +0.0500 | +0.0100 |" in text and "| GQA-2 | +0.1000 | not run |" in text
+    assert "|  | GQA-4, other | +0.0200 |  |" in text and "GQA-2, other" not in text
+    assert "trained from scratch with G heads" in tables.quality(found) + tables.cost(found)
+
+
+def test_originals_of_several_sizes_stand_beside_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(frontier, "RESULTS", tmp_path)
+    ledger(tmp_path, entry(PLAIN, 3.05), entry(TAUGHT, 3.01))
+    of = {"ledger": "ledger.jsonl", "parameters": "30M"}
+    text = frontier.sizes({"ledgers": [of], "shares": [4, 8], "about": "Gaps."})
+    assert "| 4:1 | `m` | 30M | 3.0000 | +0.0500 | +0.0100 | not run |" in text
+    assert "| 8:1 | `m` | 30M | 3.0000 | not run | not run | not run |" in text
+
+
 def test_a_row_at_a_rate_that_tuning_left_has_a_column_that_names_it(tmp_path: Path) -> None:
     old = [
         entry(cell, loss, rates={"fit": RATES["joint"], "kd": 1e-3})
@@ -156,8 +180,10 @@ def test_gaps_by_position_are_means_over_seeds(tmp_path: Path) -> None:
 def test_probes_are_rendered_with_what_counts() -> None:
     row = {"probe": "needle", "length": 1024, "texts": 200, "original": 0.5, "standard_error": 0.035}
     lost = {"GQA-4": {"share": 0.4, "lost": 0.1, "standard_error": 0.02}}
-    rows = [row | {"counts": True, "results": lost}, row | {"counts": False, "results": lost}]
+    other = {"GQA-2": {"share": 0.5, "lost": 0.0, "standard_error": 0.02}}
+    rows = [row | {"counts": True, "results": lost | other}, row | {"counts": False, "results": {}}]
     record = {"model": "m", "choices": 16, "rows": rows, "provenance": {"hardware": {"gpu": "GPU"}}}
     text = frontier.probes(record)
     assert "1 of 2 probes count" in text and "chance 6.2%" in text
-    assert "| needle, 1,024 tokens | 50.0% ± 3.5% | yes | 40.0% (-10.0% ± 2.0%) |" in text
+    assert "| needle, 1,024 tokens | 50.0% ± 3.5% | yes |" in text
+    assert "| GQA-4 | **-10.0% ± 2.0%** |" in text and "| GQA-2 | +0.0% ± 2.0% |" in text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import _probes
 import quality_probes
+from _quality_cells import Cell
+from _quality_schedule import Scratch
 
 from mha2gqa.assets import tiny_model_path
 from mha2gqa.checkpoints.loading import load_tokenizer
@@ -99,14 +102,42 @@ def test_results_answer_the_same_questions_as_the_original(tmp_path: Path) -> No
     valid.write_text("".join(json.dumps({"text": f"some words of text {i}"}) + "\n" for i in range(300)))
     tiny = str(tiny_model_path())
     words = ["--model", tiny, "--valid", str(valid), "--results", f"same={tiny}", "--out", str(out)]
-    words += ["--lengths", "64", "96", "--count", "4", "--device", "cpu"]
+    words += ["--lengths", "64", "96", "--count", "4", "--device", "cpu", "--all"]
     quality_probes.main(quality_probes.parse_args(words))
     record = json.loads(out.read_text())
     assert [(row["probe"], row["length"]) for row in record["rows"]] == [
         (name, length) for name in _probes.PROBES for length in (64, 96)
     ]
     assert all(row["results"]["same"]["lost"] == 0.0 for row in record["rows"])
+    assert all(row["results"].keys() == {"same"} for row in record["rows"])
     assert record["provenance"]["versions"]["torch"] and record["choices"] == 16
+
+
+def test_rows_of_a_ledger_are_found_in_its_work_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [Cell("joint", 4, "fits"), Cell("joint", 4, "fits", objective="kd", tokens=2_713_000)]
+    rows += [replace(rows[1], groups=2)]
+    rates, scratch = {"fit": 3e-3, "kd": 5e-4}, Scratch(tmp_path)
+    ledger = tmp_path / "ledger.jsonl"
+    ledger.write_text("".join(json.dumps(row.to_dict() | {"rates": rates}) + "\n" for row in rows))
+    for row in rows[:2]:
+        scratch.result(row, rates).mkdir(parents=True)
+    words = [
+        "--model",
+        str(tiny_model_path()),
+        "--valid",
+        "v",
+        "--ledger",
+        str(ledger),
+        "--work",
+        str(tmp_path),
+    ]
+    words += ["--lengths", "64", "--rows", *(row.key for row in rows)]
+    found = quality_probes.checkpoints(quality_probes.parse_args(words))
+    assert list(found) == ["GQA-4, fits", "GQA-4, distilled 2.71M tokens"]
+    assert found["GQA-4, fits"] == str(tmp_path / "converted" / "joint-G4-fits-calibration-0-fit0.003")
+    assert f"{rows[2].key}: no checkpoint" in capsys.readouterr().err
 
 
 def test_a_probe_longer_than_the_models_positions_is_refused(

@@ -87,6 +87,8 @@ def _row(entry: dict[str, Any], entries: dict[str, dict[str, Any]]) -> dict[str,
     }
     if entry.get("tokens"):
         row["tokens"] = entry["tokens"]
+    if entry.get("batch"):
+        row["step_tokens"] = entry["batch"]
     if entry.get("at_rate"):
         row["at_rate"] = entry["at_rate"]
     if other := entries.get(entry.get("equal_to", "")):

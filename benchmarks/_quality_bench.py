@@ -231,6 +231,7 @@ class Bench:
             teacher="none" if cell.objective == "ce" else str(self.args.model),
             ce_weight=CE_WEIGHT if cell.objective == "mix" else 0.0,
             learning_rate=rate,
+            batch_tokens=cell.batch or None,
             window=self.args.window,
             seed=cell.seed,
             device=str(self.device),

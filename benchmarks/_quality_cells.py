@@ -32,6 +32,9 @@ RATES = {
 BEYOND = {("kd", "joint"): (2.5e-4, 1.25e-4)}
 DEFAULT_RATES = {"fit": 3e-3, "e2e": 1e-3, "kd": 1e-3, "mix": 5e-4, "ce": 2.5e-4}
 CE_WEIGHT = 0.5  # of the next token's loss in `mix`
+# Tokens per step of uptraining that are tried beside the product's own, and their rates: as the root of the step.
+STEP_TOKENS = 8_192
+STEP_RATES = {"kd": (2.5e-4, 5e-4), "mix": (1.25e-4, 2.5e-4, 5e-4)}
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,7 @@ class Cell:
         rate: The rate tried.
         wide: R of wide heads, which hold the cache of `groups`; 1 for plain ones.
         cache: `int8` where keys and values are rounded to 8 bits when it is scored; empty for none.
+        batch: Tokens per step of the uptraining; 0 for the product's own choice.
     """
 
     start: str
@@ -67,6 +71,7 @@ class Cell:
     rate: float = 0.0
     wide: int = 1
     cache: str = ""
+    batch: int = 0
 
     @property
     def key(self) -> str:
@@ -75,6 +80,7 @@ class Cell:
         words += [self.text] if self.text != "calibration" else []
         words += [f"{self.objective}-{self.tokens / 1e6:.3g}M"] if self.tokens else []
         words += [f"{self.objective}-as[{self.equal_to}]"] if self.equal_to else []
+        words += [f"steps-of-{self.batch}"] if self.batch else []
         words += [f"{self.tunes}-rate-{self.rate:g}"] if self.tunes else []
         words += [f"{self.cache}-cache"] if self.cache else []
         return "/".join([*filter(None, words), f"seed{self.seed}"])
@@ -146,6 +152,14 @@ def text_tuning(g: int, wide: Sequence[int], tokens: int) -> list[Cell]:
     return [*mixed, *(replace(cell, wide=r) for r in wide for cell in mixed), *alone]
 
 
+def small_steps(g: int, tokens: int) -> list[Cell]:
+    """Rates of uptraining in steps of `STEP_TOKENS`."""
+    plain = Cell("joint", g, "fits", tokens=tokens, part="tuning", batch=STEP_TOKENS)
+    return [
+        replace(plain, objective=kind, tunes=kind, rate=r) for kind in STEP_RATES for r in STEP_RATES[kind]
+    ]
+
+
 def further_tuning(g: int) -> list[Cell]:
     """Rates of what the bold cells do not need."""
     fits = Cell("joint", g, "fits", part="tuning", tunes="fit")
@@ -181,7 +195,7 @@ def planned(
     cells += [replace(fits, groups=n, wide=r) for n in bold for r in (1, *wide[:1]) if n % r == 0]
     cells += [replace(fits, groups=2 * g)] if 2 * g <= num_kv_heads else []
     cells += [_mean_like(replace(fits, groups=n, objective="kd", tokens=small)) for n in bold]
-    cells += [*text_tuning(g, wide[:1], small), generated]
+    cells += [*text_tuning(g, wide[:1], small), generated, *small_steps(g, small)]
     cells += [replace(control, part="tuning", tunes="ce", rate=rate) for rate in RATES["ce"]]
     for seed in seeds:
         cells += same_bytes(num_kv_heads, bold, wide[:1], small, seed)
@@ -198,6 +212,9 @@ def planned(
     for r in wide[1:]:
         for rows in (same_bytes, on_text):
             cells += [c for c in rows(num_kv_heads, bold, [r], small, seeds[0]) if c.wide == r]
+    taught = [row(n, small) for n in dict.fromkeys((*bold, *groups)) for row in (_taught, _mixed)]
+    taught += [replace(c, wide=r) for c in taught for r in wide[:1] if c.groups in bold and c.groups % r == 0]
+    cells += [replace(c, batch=STEP_TOKENS) for c in taught]
     cells += _rest(num_kv_heads, groups, wide, alphas, seeds, bold)
     return list({cell.key: cell for cell in cells}.values())
 
@@ -305,7 +322,8 @@ def equal_to_wide(num_kv_heads: int, groups: Sequence[int], wide: Sequence[int],
 def chosen_rate(cell: Cell, kind: str, entries: Entries) -> float:
     """The rate of least loss on the tuning part: of this start, at the nearest G that was tuned.
 
-    Wide heads take the rate of wide heads, if one was tuned. A start that was not tuned takes the default.
+    Wide heads take the rate of wide heads, if one was tuned, and steps of another size that of such steps. A start that
+    was not tuned takes the default.
     """
     if cell.tunes == kind:
         return cell.rate
@@ -314,8 +332,14 @@ def chosen_rate(cell: Cell, kind: str, entries: Entries) -> float:
     ]
     if not tuned:
         return DEFAULT_RATES[kind]
+    tuned = [e for e in tuned if e.get("batch", 0) == _batch(cell, kind)] or tuned
     alike = [e for e in tuned if (e.get("wide", 1) > 1) == (cell.wide > 1)] or tuned
     return min(alike, key=lambda e: (abs(math.log(e["groups"] / cell.groups)), e["loss"]))["rate"]
+
+
+def _batch(cell: Cell, kind: str) -> int:
+    """Tokens per step where a rate depends on them."""
+    return cell.batch if kind == cell.objective else 0
 
 
 def rates_pending(
@@ -327,7 +351,8 @@ def rates_pending(
         kinds &= {"fit"} if cell.tunes in ("kd", "e2e") else set()
 
     def left(kind: str, those: Sequence[Cell]) -> tuple[list[Cell], list[Cell]]:
-        alike = [c for c in those if (c.tunes, c.start, c.wide > 1) == (kind, cell.start, cell.wide > 1)]
+        wanted = kind, cell.start, cell.wide > 1, _batch(cell, kind)
+        alike = [c for c in those if (c.tunes, c.start, c.wide > 1, c.batch) == wanted]
         return alike, [c for c in alike if c.key not in entries and c.key not in failed]
 
     for kind in kinds:

@@ -51,7 +51,9 @@ def lines(rows: Rows, num_kv_heads: int) -> list[Line]:
     kept = [
         (cell, point)
         for cell, point in drawn
-        if cell.text == "calibration" and (cell.fit == "fits" or (cell.start == "mean" and cell.objective))
+        if cell.text == "calibration"
+        and not cell.batch
+        and (cell.fit == "fits" or (cell.start == "mean" and cell.objective))
     ]
     found = []
     for objective in ("kd", "mix"):

@@ -101,13 +101,17 @@ def same_bytes(record: Mapping[str, Any]) -> str:
     wide = sorted({c.wide for c in cells} - {1})
     fits = sorted({c.fit for c in cells if c.start == "joint"} - STEPS_OF_FITS)
     taught = {
-        (f[0]["tokens"], f[0]["objective"], f[0].get("at_rate", "")) for f in rows.values() if _taught(f[0])
+        (f[0]["tokens"], f[0]["objective"], f[0].get("batch", 0), f[0].get("at_rate", ""))
+        for f in rows.values()
+        if _taught(f[0])
     }
     budgets = sorted(taught)
     head = ["cache bytes of", "", "after fits"]
     head += [
-        f"{OBJECTIVES[how]} on {tokens / 1e6:.3g}M tokens" + (f" at {rate}" if rate else "")
-        for tokens, how, rate in budgets
+        f"{OBJECTIVES[how]} on {tokens / 1e6:.3g}M tokens"
+        + (f" in steps of {batch:,}" if batch else "")
+        + (f" at {rate}" if rate else "")
+        for tokens, how, batch, rate in budgets
     ]
     as_wide = any("/wide" in c.equal_to and c.start == "joint" for c in cells)
     head += ["for the FLOPs of wide R=2"] if as_wide else []
@@ -118,7 +122,10 @@ def same_bytes(record: Mapping[str, Any]) -> str:
         for form in forms(groups, heads, wide, fits):
             found = [rows.get(key_of(form), [])]
             if form.start != "original":
-                made = ((replace(form, objective=how, tokens=t), rate) for t, how, rate in budgets)
+                made = (
+                    (replace(form, objective=how, tokens=tokens, batch=batch), rate)
+                    for tokens, how, batch, rate in budgets
+                )
                 found += [rows.get(key_at(key_of(cell), rate), []) for cell, rate in made]
                 found += [_as_wide(rows, form, groups, budgets[0][0])] if as_wide else []
                 if from_scratch and form == Cell("joint", groups, "fits"):
@@ -345,11 +352,9 @@ def row_name(cell: Cell) -> str:
     name += ", generated text" if cell.text == "generate" else ""
     if cell.fit in STEPS_OF_FITS and not (cell.tokens and cell.fit == "fits"):
         name += f", {cell.fit}"
-    return (
-        name
-        if not cell.tokens
-        else f"{name}, {OBJECTIVES.get(cell.objective, 'text')} {cell.tokens / 1e6:.3g}M tokens"
-    )
+    if cell.tokens:
+        name += f", {OBJECTIVES.get(cell.objective, 'text')} {cell.tokens / 1e6:.3g}M tokens"
+    return f"{name} in steps of {cell.batch:,}" if cell.batch else name
 
 
 def probes(record: Mapping[str, Any]) -> str:

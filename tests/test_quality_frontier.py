@@ -70,7 +70,15 @@ def test_what_holds_the_same_bytes_stands_together(tmp_path: Path) -> None:
 
 
 def test_floors_and_other_ways_to_fit_stand_beside_plain_heads(tmp_path: Path) -> None:
-    rows = [entry(PLAIN, 3.05), entry(replace(PLAIN, fit="other"), 3.02), entry(Cell("joint", 2, "fits"), 3.1)]
+    step = replace(TAUGHT, batch=8192)
+    text = frontier.same_bytes(record(ledger(tmp_path, entry(PLAIN, 3.05), entry(step, 3.01))))
+    assert "| distilled on 2.71M tokens in steps of 8,192 |" in text and "| +0.0500 | +0.0100 |" in text
+    assert frontier.row_name(step) == "GQA-4, distilled 2.71M tokens in steps of 8,192"
+    rows = [
+        entry(PLAIN, 3.05),
+        entry(replace(PLAIN, fit="other"), 3.02),
+        entry(Cell("joint", 2, "fits"), 3.1),
+    ]
     floor = entry(PLAIN, 3.01) | {"key": "scratch/G4/seed0", "start": "scratch"}
     del floor["rates"], floor["fit"], floor["kl"]
     path = ledger(tmp_path, *rows, floor)

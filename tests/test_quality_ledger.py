@@ -70,8 +70,8 @@ def test_keys_are_unique_and_bold_cells_come_before_the_rest() -> None:
 def test_every_start_is_tuned_on_the_same_rates() -> None:
     tuned: dict[tuple[str, str], list[float]] = {}
     for cell in PLAN:
-        if cell.tunes:
-            assert cell.part == "tuning"
+        assert not cell.tunes or cell.part == "tuning"
+        if cell.tunes and not cell.batch:
             tuned.setdefault((cell.tunes, cell.start), []).append(cell.rate)
     for (kind, start), found in tuned.items():
         assert found == [*cells.BEYOND.get((kind, start), ()), *cells.RATES[kind]]
@@ -110,6 +110,22 @@ def test_a_rate_is_the_best_of_the_same_start_at_the_nearest_number_of_groups() 
     assert cells.chosen_rate(cells.Cell("joint", 1, "fits"), "kd", entries) == 5e-4
     assert cells.chosen_rate(cells.Cell("mean", 2, "fits"), "kd", entries) == 4e-3
     assert cells.chosen_rate(cells.Cell("align", 2, "fits"), "kd", entries) == cells.DEFAULT_RATES["kd"]
+
+
+def test_steps_of_another_size_take_the_rate_that_was_tuned_for_them(tmp_path: Path) -> None:
+    taught = cells.Cell("joint", 4, "fits", objective="kd", tokens=9)
+    tried = replace(taught, part="tuning", tunes="kd", batch=8192, rate=2.5e-4)
+    rows = [entry(tried, loss=2.9), entry(replace(tried, batch=0, rate=5e-4), loss=3.0)]
+    entries = {row["key"]: row for row in rows}
+    assert tried.key == "joint/G4/fits/kd-9e-06M/steps-of-8192/kd-rate-0.00025/seed0"
+    assert cells.chosen_rate(taught, "kd", entries) == 5e-4
+    small = replace(taught, batch=8192)
+    assert cells.chosen_rate(small, "kd", entries) == 2.5e-4
+    assert cells.chosen_rate(replace(small, wide=2), "kd", entries) == 2.5e-4
+    plan = [tried, replace(tried, batch=0, rate=5e-4), taught, small]
+    assert cells.rates_pending(small, [], {rows[1]["key"]: rows[1]}, set(), plan)
+    assert not cells.rates_pending(taught, [], {rows[1]["key"]: rows[1]}, set(), plan)
+    assert cells.trained_name(small, {"kd": 1.0}) != cells.trained_name(taught, {"kd": 1.0})
 
 
 def next_of(ledger: Ledger, plan: list[cells.Cell], left: float = 1e9) -> cells.Cell | None:

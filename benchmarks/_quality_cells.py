@@ -20,6 +20,14 @@ FITS: dict[str, tuple[bool, bool, dict[str, Any]]] = {
     "e2e": (True, True, {}),  # then all layers together, over more text: see `E2E_TOKENS`
 }
 E2E_TOKENS = 4_194_304
+PLAIN_FITS = (
+    "merged",
+    "refit",
+    "fits",
+    "fits100",
+    "fits300",
+    "e2e",
+)  # share one rate; others are ways to fit of their own
 # Rates that tuning tries, alike for every start.
 RATES = {
     "fit": (1.5e-3, 3e-3, 6e-3),
@@ -107,7 +115,7 @@ class Cell:
     @property
     def kinds(self) -> list[str]:
         """The kinds of training whose rates it uses."""
-        found = {"fits": ["fit"], "e2e": ["fit", "e2e"]}.get(self.fit.rstrip("013"), [])
+        found = ["fit"] * (self.fit in FITS and FITS[self.fit][1]) + ["e2e"] * (self.fit == "e2e")
         return [*found, self.objective] if self.objective else found
 
     @property
@@ -150,6 +158,18 @@ def text_tuning(g: int, wide: Sequence[int], tokens: int) -> list[Cell]:
     mixed = [replace(plain, objective="mix", tunes="mix", rate=rate) for rate in RATES["mix"]]
     alone = [replace(plain, objective="ce", tunes="ce", rate=rate) for rate in RATES["ce"]]
     return [*mixed, *(replace(cell, wide=r) for r in wide for cell in mixed), *alone]
+
+
+def other_fits(groups: Sequence[int], tokens: int) -> list[Cell]:
+    """Ways to fit beside the plain one: rates at the first G, then fits, distillation and the mixture at each."""
+    cells = []
+    for name in (name for name in FITS if name not in PLAIN_FITS):
+        fit = Cell("joint", groups[0], name)
+        cells += [replace(fit, part="tuning", tunes="fit", rate=rate) for rate in RATES["fit"]]
+        for n in groups:
+            made = replace(fit, groups=n)
+            cells += [made, *(replace(made, objective=kind, tokens=tokens) for kind in ("kd", "mix"))]
+    return cells
 
 
 def small_steps(g: int, tokens: int) -> list[Cell]:
@@ -215,6 +235,7 @@ def planned(
     taught = [row(n, small) for n in dict.fromkeys((*bold, *groups)) for row in (_taught, _mixed)]
     taught += [replace(c, wide=r) for c in taught for r in wide[:1] if c.groups in bold and c.groups % r == 0]
     cells += [replace(c, batch=STEP_TOKENS) for c in taught]
+    cells += other_fits(list(dict.fromkeys((*bold, *groups))), small)
     cells += _rest(num_kv_heads, groups, wide, alphas, seeds, bold)
     return list({cell.key: cell for cell in cells}.values())
 
@@ -330,11 +351,18 @@ def chosen_rate(cell: Cell, kind: str, entries: Entries) -> float:
     tuned = [
         e for e in entries.values() if e.get("tunes") == kind and e["start"] == cell.start and "loss" in e
     ]
+    if kind == "fit":
+        tuned = [e for e in tuned if _way(e.get("fit", "")) == _way(cell.fit)]
     if not tuned:
         return DEFAULT_RATES[kind]
     tuned = [e for e in tuned if e.get("batch", 0) == _batch(cell, kind)] or tuned
     alike = [e for e in tuned if (e.get("wide", 1) > 1) == (cell.wide > 1)] or tuned
     return min(alike, key=lambda e: (abs(math.log(e["groups"] / cell.groups)), e["loss"]))["rate"]
+
+
+def _way(fit: str) -> str:
+    """What has a rate of fits of its own."""
+    return "" if fit in PLAIN_FITS else fit
 
 
 def _batch(cell: Cell, kind: str) -> int:
@@ -353,6 +381,7 @@ def rates_pending(
     def left(kind: str, those: Sequence[Cell]) -> tuple[list[Cell], list[Cell]]:
         wanted = kind, cell.start, cell.wide > 1, _batch(cell, kind)
         alike = [c for c in those if (c.tunes, c.start, c.wide > 1, c.batch) == wanted]
+        alike = [c for c in alike if kind != "fit" or _way(c.fit) == _way(cell.fit)]
         return alike, [c for c in alike if c.key not in entries and c.key not in failed]
 
     for kind in kinds:

@@ -11,21 +11,14 @@ from typing import Any
 
 import _ledger
 from _markdown import markdown, measured_on
-from _quality_cells import Cell
+from _quality_cells import PLAIN_FITS, Cell
 
 RESULTS = Path(__file__).parent / "results"
 NOT_RUN = "not run"
 OBJECTIVES = {"kd": "distilled", "mix": "half distilled, half text,"}
 SEED = re.compile(r"/seed\d+$")
-STEPS_OF_FITS = {
-    "",
-    "merged",
-    "refit",
-    "fits",
-    "fits100",
-    "fits300",
-}  # the others are ways to fit of their own
-WAYS = {"e2e": "end to end on 4.2M tokens"}  # what they are called
+STEPS_OF_FITS = {"", *PLAIN_FITS} - {"e2e"}
+WAYS = {"e2e": "end to end on 4.2M tokens"}  # what the other fits are called
 
 Rows = Mapping[str, Sequence[Mapping[str, Any]]]  # by key without the seed
 

@@ -71,7 +71,7 @@ def test_every_start_is_tuned_on_the_same_rates() -> None:
     tuned: dict[tuple[str, str], list[float]] = {}
     for cell in PLAN:
         assert not cell.tunes or cell.part == "tuning"
-        if cell.tunes and not cell.batch:
+        if cell.tunes and not cell.batch and cell.fit in cells.PLAIN_FITS:
             tuned.setdefault((cell.tunes, cell.start), []).append(cell.rate)
     for (kind, start), found in tuned.items():
         assert found == [*cells.BEYOND.get((kind, start), ()), *cells.RATES[kind]]
@@ -110,6 +110,23 @@ def test_a_rate_is_the_best_of_the_same_start_at_the_nearest_number_of_groups() 
     assert cells.chosen_rate(cells.Cell("joint", 1, "fits"), "kd", entries) == 5e-4
     assert cells.chosen_rate(cells.Cell("mean", 2, "fits"), "kd", entries) == 4e-3
     assert cells.chosen_rate(cells.Cell("align", 2, "fits"), "kd", entries) == cells.DEFAULT_RATES["kd"]
+
+
+def test_another_way_to_fit_has_a_rate_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(cells.FITS, "other", (True, True, {"steps": 7}))
+    plan = cells.planned(16, [4, 8, 2, 1], (2_713_000, 13_565_000), [0])
+    tried = [c for c in plan if c.fit == "other" and c.tunes]
+    assert [c.rate for c in tried] == list(cells.RATES["fit"])
+    assert {f"joint/G{g}/other/{what}seed0" for g in (4, 2, 8, 1) for what in ("", "mix-2.71M/")} <= {
+        c.key for c in plan
+    }
+    plain = next(c for c in plan if c.fit == "fits" and c.tunes == "fit")
+    entries = {c.key: entry(c, loss=loss) for c, loss in ((tried[2], 2.0), (plain, 3.0))}
+    for fit, rate in (("other", tried[2].rate), ("fits", plain.rate), ("e2e", plain.rate)):
+        assert cells.chosen_rate(cells.Cell("joint", 2, fit), "fit", entries) == rate
+    other = cells.Cell("joint", 2, "other")
+    assert cells.rates_pending(other, [], {plain.key: entries[plain.key]}, set(), plan)
+    assert not cells.rates_pending(other, [], entries, set(), plan)
 
 
 def test_steps_of_another_size_take_the_rate_that_was_tuned_for_them(tmp_path: Path) -> None:

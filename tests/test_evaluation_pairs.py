@@ -18,7 +18,7 @@ from transformers import AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
 from mha2gqa import convert
 from mha2gqa.data import Pair, PairOptions
 from mha2gqa.data.generation import decode, generate_ids
-from mha2gqa.data.seq2seq import open_encoder
+from mha2gqa.data.seq2seq import PairEncoder, open_encoder
 from mha2gqa.errors import DataError, UsageError
 from mha2gqa.evaluation import LoadedModel, evaluate, measure_gates
 from mha2gqa.evaluation.generation_metrics import Texts, bleu_tokenizer, compare_texts, normaliser
@@ -76,6 +76,20 @@ def test_the_score_is_the_models_own_loss(root: Path, kind: str) -> None:
         targets = [r["target"] for r in ROWS]
         assert result.models[0].bytes == sum(map(len, targets))
         assert result.models[0].words == sum(len(t.split()) for t in targets)
+
+
+def test_features_of_a_recording_are_made_once(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For two models, the texts they write and their scores."""
+    made, features = [], PairEncoder.features
+
+    def counted(self: PairEncoder, samples: np.ndarray, place: str) -> np.ndarray:
+        made.append(place)
+        return features(self, samples, place)
+
+    monkeypatch.setattr(PairEncoder, "features", counted)
+    models = [root / "whisper", root / "whisper-g2"]
+    evaluate(models, root / "audio", against=models[0], metrics=["wer"], device="cpu")
+    assert made and len(made) == len(set(made))
 
 
 @pytest.mark.parametrize("kind", ["marian", "bart", "whisper"])

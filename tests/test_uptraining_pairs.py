@@ -331,7 +331,7 @@ def test_features_are_made_once_while_there_is_room(
     monkeypatch.setattr(
         encoder, "features", lambda samples, place: made.append(place) or features(samples, place)
     )
-    monkeypatch.setattr("mha2gqa.uptraining.pair_store.FEATURE_BYTES", 2 * size)
+    monkeypatch.setattr("mha2gqa.data.audio.FEATURE_BYTES", 2 * size)
     rows = StoredPairs(tmp_path / "x", encoder)
     first, again = rows[[0, 1, 2]], rows[[0, 1, 2]]
     assert made == ["pair 0", "pair 1", "pair 2", "pair 2"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import numpy as np
 from ..errors import DataError, UsageError, reason
 
 AUDIO_SUFFIXES = (".wav", ".flac", ".ogg", ".oga", ".opus", ".mp3", ".aiff", ".aif", ".au", ".w64")
+FEATURE_BYTES = 1 << 30  # of features kept at a time: a thousand recordings of Whisper
 INSTALL = "run pip install 'mha2gqa[audio]'"
 
 
@@ -55,6 +57,30 @@ class Audio:
         _check_length(len(samples), self)
         mono = samples.mean(axis=1) if samples.ndim == 2 else samples
         return _resampled(mono.astype(np.float32), own, rate), own
+
+
+class KeptFeatures:
+    """Features of recordings, kept while there is room: making them takes longer than a step of a small model."""
+
+    def __init__(self) -> None:
+        self._kept: dict[Hashable, np.ndarray] = {}
+        self._room = FEATURE_BYTES
+
+    def of(self, key: Hashable, make: Callable[[], np.ndarray]) -> np.ndarray:
+        """The features of a recording: those kept, or made now.
+
+        Args:
+            key: What tells it from others.
+            make: Makes them.
+        """
+        kept = self._kept.get(key)
+        if kept is not None:
+            return kept
+        found = make()
+        if found.nbytes <= self._room:
+            self._room -= found.nbytes
+            self._kept[key] = found
+        return found
 
 
 def to_audio(value: Any, place: str, folder: Path | None = None) -> Audio:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch import Tensor
 from ..checkpoints.hf_config import known_config, load_config_json
 from ..checkpoints.loading import load_tokenizer
 from ..errors import CheckpointError, DataError, reason
-from .audio import Audio
+from .audio import Audio, KeptFeatures
 from .pairs import Pair, PairOptions, stock_type
 from .pairs import is_audio as is_audio
 from .prompts import WHISPER, WRAPPED, decoder_prompt
@@ -100,6 +101,7 @@ class PairEncoder:
         cut: Sources longer than the model takes, cut as its processor does.
         resampled: Recordings of another sampling rate.
         silent: Recordings of nothing but zeros.
+        kept: Where features stay that will be asked for again; None where each is made anew.
 
     Raises:
         UsageError: A language or task that the tokenizer does not have, or that must be named.
@@ -123,6 +125,7 @@ class PairEncoder:
         self.tokenizer, self.options, self.extractor, self.name = tokenizer, options, extractor, name
         self.known, self.generation = known_config(config), generation or {}
         self.model_type, self.audio = stock_type(config), is_audio(config)
+        self.kept: KeptFeatures | None = None
         self.reset()
         if self.audio and extractor is None:
             raise DataError(
@@ -147,7 +150,8 @@ class PairEncoder:
                 model's tokenizer.
         """
         source, decoder, prompt = self.encode_raw(pair)
-        source = self.features(source, pair.place) if self.audio else source
+        if self.audio:
+            source = self._heard(source, pair.place)
         return Example(source, decoder, prompt, pair.place, pair.target or "")
 
     def encode_raw(self, pair: Pair) -> tuple[np.ndarray, np.ndarray, int]:
@@ -201,6 +205,13 @@ class PairEncoder:
             return samples
         self.cut += 1
         return samples[:longest]
+
+    def _heard(self, samples: np.ndarray, place: str) -> np.ndarray:
+        """`features`, or what was kept of them."""
+        if self.kept is None:
+            return self.features(samples, place)
+        key = hashlib.blake2b(samples.tobytes(), digest_size=16).digest()
+        return self.kept.of(key, lambda: self.features(samples, place))
 
     def features(self, samples: np.ndarray, place: str) -> np.ndarray:
         """What the encoder reads of samples `[n]` at the model's rate, by its feature extractor.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -25,6 +25,7 @@ from ..checkpoints.loading import (
     resolve_dtype,
 )
 from ..data import Document, PairOptions, PairSource, TextSource, block_tokens
+from ..data.audio import KeptFeatures
 from ..data.memory import Replayed
 from ..data.seq2seq import PairEncoder, is_audio, load_extractor, open_encoder
 from ..data.spans import ENCODER_TOKENS, sentinel_ids
@@ -233,6 +234,7 @@ def _entries(config: EvaluateConfig) -> list[EvalModel]:
         entry = EvalModel(subject, _raw(subject), tokenizer, bos)
         if config.protocol == PAIRS and is_encoder_decoder(entry.config):
             entry.encoder = _pair_encoder(entry, config)
+            _share_features(entry.encoder, [e.encoder for e in found if e.encoder is not None])
         found.append(entry)
     return found
 
@@ -273,6 +275,16 @@ def _pair_encoder(entry: EvalModel, config: EvaluateConfig) -> PairEncoder:
     generation = subject.model.generation_config
     settings = {} if generation is None else generation.to_dict()
     return PairEncoder(entry.tokenizer, entry.config, options, settings, extractor, entry.name)
+
+
+def _share_features(encoder: PairEncoder, others: Sequence[PairEncoder]) -> None:
+    """Let models with the same feature extractor make the features of a recording once, for texts and scores."""
+    if not encoder.audio:
+        return
+    told = encoder.extractor.to_json_string()
+    same = (e for e in others if e.extractor.to_json_string() == told)
+    first = next(same, None)
+    encoder.kept = KeptFeatures() if first is None else first.kept
 
 
 def _check_kind(entry: EvalModel, protocol: str) -> None:

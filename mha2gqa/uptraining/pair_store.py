@@ -10,12 +10,11 @@ from typing import overload
 import numpy as np
 
 from ..data import Pair
-from ..data.audio import Audio
+from ..data.audio import Audio, KeptFeatures
 from ..data.seq2seq import Example, PairEncoder
 from ..errors import CheckpointError, DataError, reason
 from .run_dir import cleanup_on_error
 
-FEATURE_BYTES = 1 << 30  # of features kept by each process that reads: a thousand recordings of Whisper
 FULL_SCALE = 32_768  # of 16-bit sound, as nearly all recordings are: what was read comes back to the bit
 AGAIN = "delete it: the pairs are encoded again"
 
@@ -42,8 +41,9 @@ class StoredPairs(Sequence[Example]):
 
     def __init__(self, path: Path, encoder: PairEncoder) -> None:
         self.encoder = encoder
-        self._features: dict[int, np.ndarray] = {}  # making them takes longer than a step of a small model
-        self._room = FEATURE_BYTES
+        self._features = (
+            KeptFeatures()
+        )  # in each process that reads: a run of several passes draws them again
         files = _files(path)
         try:
             index = np.load(files["index"])
@@ -75,19 +75,13 @@ class StoredPairs(Sequence[Example]):
         end, place = self._ends[row], f"pair {row}"
         source, decoder = self._source[start[0] : end[0]], np.array(self._target[start[1] : end[1]])
         if self.encoder.audio:
-            return Example(self._heard(row, source, place), decoder, int(self._prompts[row]), place)
-        return Example(np.array(source), decoder, int(self._prompts[row]), place)
 
-    def _heard(self, row: int, source: np.ndarray, place: str) -> np.ndarray:
-        """Features of a recording, kept while there is room: a run of several passes draws it again."""
-        kept = self._features.get(row)
-        if kept is not None:
-            return kept
-        found = self.encoder.features(np.asarray(source, np.float32) / FULL_SCALE, place)
-        if found.nbytes <= self._room:
-            self._room -= found.nbytes
-            self._features[row] = found
-        return found
+            def heard() -> np.ndarray:
+                return self.encoder.features(np.asarray(source, np.float32) / FULL_SCALE, place)
+
+            features = self._features.of(int(row), heard)
+            return Example(features, decoder, int(self._prompts[row]), place)
+        return Example(np.array(source), decoder, int(self._prompts[row]), place)
 
 
 class PairsInMemory(Sequence[Example]):

@@ -16,6 +16,12 @@ VARIANTS = {
     "fits": "refit+reconstruct",
     "fits100": "refit+reconstruct+100 steps",
     "fits300": "refit+reconstruct+300 steps",
+    "fits1340": "refit+reconstruct+1,340 steps",
+    "layer": "refit+reconstruct+whole layers",
+    "layer03": "refit+reconstruct+whole layers, rest at 0.03",
+    "layer30": "refit+reconstruct+whole layers, rest at 0.3",
+    "layer300": "refit+reconstruct+whole layers, 300 steps",
+    "layer2000": "refit+reconstruct+whole layers, 2,000 steps",
     "e2e": "refit+reconstruct+distill",
 }
 SCRATCH = "trained from scratch with G heads"

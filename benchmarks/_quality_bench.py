@@ -152,7 +152,8 @@ class Bench:
         source, student = self.shape(self.args.model), self.shape(folder)
         unique, visits = facts.get("unique_tokens", 0), facts.get("token_visits", 0)
         whole = fit.get("unit") == "layer"
-        flops = before + convert_flops(source, student, window, unique, visits, bool(fit), whole)
+        trained = fit.get("train") == "layer"
+        flops = before + convert_flops(source, student, window, unique, visits, bool(fit), whole, trained)
         ends = facts.get("distilled_token_visits", 0)  # end to end, like uptraining by distillation
         flops += uptrain_flops(student, source, ends, window)
         return {

@@ -17,6 +17,12 @@ FITS: dict[str, tuple[bool, bool, dict[str, Any]]] = {
     "fits": (True, True, {}),
     "fits100": (True, True, {"steps": 100}),
     "fits300": (True, True, {"steps": 300}),
+    "fits1340": (True, True, {"steps": 1340}),  # as many FLOPs as `layer`
+    "layer": (True, True, {"train": "layer"}),
+    "layer03": (True, True, {"train": "layer", "rest_rate": 0.03}),
+    "layer30": (True, True, {"train": "layer", "rest_rate": 0.3}),
+    "layer300": (True, True, {"train": "layer", "steps": 300}),
+    "layer2000": (True, True, {"train": "layer", "steps": 2000, "patience": 12}),
     "e2e": (True, True, {}),  # then all layers together, over more text: see `E2E_TOKENS`
 }
 E2E_TOKENS = 4_194_304
@@ -126,7 +132,21 @@ class Cell:
         return start, 10.0 + (4.0 + tokens / 160_000 if self.objective else 0.0)
 
 
-ESTIMATES = {"": 0, "merged": 30, "refit": 45, "fits": 115, "fits100": 60, "fits300": 75, "e2e": 180}
+ESTIMATES = {
+    "": 0,
+    "merged": 30,
+    "refit": 45,
+    "fits": 115,
+    "fits100": 60,
+    "fits300": 75,
+    "fits1340": 140,
+    "layer": 130,
+    "layer03": 130,
+    "layer30": 130,
+    "layer300": 80,
+    "layer2000": 220,
+    "e2e": 180,
+}
 
 
 def start_name(cell: Cell, rates: Mapping[str, float]) -> str:

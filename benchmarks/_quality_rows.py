@@ -135,14 +135,15 @@ class Shape:
         """FLOPs per token of a forward pass over causal windows: matrices, then scores and mixing."""
         return 2.0 * self.matrix + 2.0 * window * self.scores
 
-    def fit(self, window: int, whole_layer: bool) -> float:
+    def fit(self, window: int, whole_layer: bool, trained: bool = False) -> float:
         """FLOPs of one token visit to each layer while its attention is fitted to a target.
 
         Forward and backward of attention (3 x forward); where the target is the whole layer's output, also
-        forward and the gradient of the input (2 x forward) through its frozen rest.
+        forward and the gradient of the input (2 x forward) through its frozen rest, or 3 x forward through a rest
+        that is trained, too.
         """
-        rest = self.matrix - self.attention - self.head
-        return 3.0 * (2.0 * self.attention + 2.0 * window * self.scores) + 4.0 * rest * whole_layer
+        rest = 2.0 * (self.matrix - self.attention - self.head)
+        return 3.0 * (2.0 * self.attention + 2.0 * window * self.scores) + (2 + trained) * rest * whole_layer
 
 
 def model_shape(model: Any) -> Shape:
@@ -166,7 +167,14 @@ def uptrain_flops(student: Shape, teacher: Shape | None, tokens: int, window: in
 
 
 def convert_flops(
-    source: Shape, student: Shape, window: int, tokens: int, visits: int, fitted: bool, whole_layer: bool
+    source: Shape,
+    student: Shape,
+    window: int,
+    tokens: int,
+    visits: int,
+    fitted: bool,
+    whole_layer: bool,
+    trained: bool = False,
 ) -> float:
     """An estimate of what calibration costs on a model, merging itself left out.
 
@@ -178,8 +186,9 @@ def convert_flops(
         visits: Token visits to each layer by regression.
         fitted: Whether anything was fitted.
         whole_layer: Whether the target was a layer's output, not the attention module's.
+        trained: Whether all of the layer was trained.
     """
     total = tokens * source.forward(window)
     if fitted:
         total += tokens * (source.forward(window) + 2 * student.forward(window))
-    return total + visits * student.fit(window, whole_layer)
+    return total + visits * student.fit(window, whole_layer, trained)

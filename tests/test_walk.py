@@ -179,12 +179,12 @@ def test_every_block_is_loaded_once_and_alone(
             loaded.append(block)
         load(self, block)
 
-    def counting(self: Fitter, pair: Any) -> Any:
+    def counting(self: Fitter, pairs: Any) -> Any:
         nonlocal most
         for model in (self.teacher.model, self.student.model):
             present = [b for b in model.model.layers if not any(p.is_meta for p in b.parameters())]
             most = max(most, len(present))
-        return visit(self, pair)
+        return visit(self, pairs)
 
     monkeypatch.setattr(CheckpointLayers, "load", noting)
     monkeypatch.setattr(Fitter, "visit", counting)
@@ -423,10 +423,10 @@ def test_memory_that_does_not_suffice_says_what_to_try_and_keeps_what_is_done(
     source = save(llama(), tmp_path / "source")
     visit = Fitter.visit
 
-    def exhausted(self: Fitter, pair: Any) -> Any:
-        if ".2." in pair.module.path:
+    def exhausted(self: Fitter, pairs: Any) -> Any:
+        if ".2." in pairs[0].module.path:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return visit(self, pair)
+        return visit(self, pairs)
 
     with monkeypatch.context() as patch:
         patch.setattr(Fitter, "visit", exhausted)

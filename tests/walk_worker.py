@@ -1,6 +1,6 @@
 """One process that converts with calibration: walk_worker.py SOURCE OUT TEXT [KILL_AFTER_LAYER]; torchrun starts several.
 
-`die:N` instead of a layer ends process N on its second layer.
+`die:N` instead of a layer ends process N on its second layer, `layer` trains whole layers.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,10 +56,10 @@ def die_on(rank: int) -> None:
     """Let one process of several end without a word on its second layer."""
     visit = Fitter.visit
 
-    def dying(self: Fitter, pair: Any) -> Any:
-        if ".1." in pair.module.path and distributed.rank() == rank:
+    def dying(self: Fitter, pairs: Any) -> Any:
+        if ".1." in pairs[0].module.path and distributed.rank() == rank:
             os._exit(9)
-        return visit(self, pair)
+        return visit(self, pairs)
 
     Fitter.visit = dying  # type: ignore[method-assign]
 
@@ -66,7 +67,9 @@ def die_on(rank: int) -> None:
 def main() -> None:
     torch.set_num_threads(1)
     source, out, text, *rest = sys.argv[1:]
-    if rest and rest[0].startswith("die:"):
+    if rest == ["layer"]:
+        OPTIONS["fit"] = replace(FIT, train="layer")
+    elif rest and rest[0].startswith("die:"):
         die_on(int(rest[0].removeprefix("die:")))
     elif rest:
         kill_after(int(rest[0]))

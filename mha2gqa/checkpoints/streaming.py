@@ -101,7 +101,7 @@ class CheckpointLayers:
         self.model = _without_weights(checkpoint, dtype, trust_remote_code, attn_implementation)
         for name, buffer in self.model.named_buffers():
             _owner(self.model, name)._buffers[name.rpartition(".")[2]] = buffer.to(device)
-        self._transforms, self._stored = self._targets()
+        self._transforms, self._stored = _targets(self.model, checkpoint)
         self._blocks: tuple[str, ...] = ()
 
     def split(self, blocks: Sequence[str]) -> None:
@@ -172,27 +172,6 @@ class CheckpointLayers:
                             file.fileno(), info.begin, info.end - info.begin, os.POSIX_FADV_WILLNEED
                         )
 
-    def _targets(self) -> tuple[list[Any], dict[str, list[str]]]:
-        """How stored tensors become the model's, and for each of the model's the names of those it is made of."""
-        from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-
-        transforms = get_model_conversion_mapping(self.model)
-        renamings = [x for x in transforms if isinstance(x, WeightRenaming)]
-        converters = [x for x in transforms if isinstance(x, WeightConverter)]
-        known, prefix = self.model.state_dict(), self.model.base_model_prefix
-        by_pattern = {pattern: x for x in converters for pattern in x.source_patterns}
-        stored: dict[str, list[str]] = {}
-        for name in self.checkpoint.tensors:
-            target, pattern = rename_source_key(name, renamings, converters, prefix, known)
-            if target not in known and name in known:
-                target, pattern = name, None
-            first = by_pattern[pattern].target_patterns[0] if pattern is not None else ""
-            others = by_pattern[pattern].target_patterns if pattern is not None else [""]
-            for other in others:
-                stored.setdefault(target.replace(first, other) if first else target, []).append(name)
-        return transforms, stored
-
     def _read(self, names: Sequence[str]) -> None:
         """Read parameters and buffers of the model by name, and parameters that they share their storage with."""
         from transformers.core_model_loading import convert_and_load_state_dict_in_model
@@ -253,6 +232,38 @@ class CheckpointLayers:
                 fix="the checkpoint is incomplete: download it again",
             )
         return str(source)
+
+
+def stored_names(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, list[str]]:
+    """For each tensor of a model the names of the stored ones that it is made of.
+
+    Args:
+        model: Perhaps without weights.
+        checkpoint: Where it is stored.
+    """
+    return _targets(model, checkpoint)[1]
+
+
+def _targets(model: PreTrainedModel, checkpoint: Checkpoint) -> tuple[list[Any], dict[str, list[str]]]:
+    """How stored tensors become the model's, and `stored_names`."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    transforms = get_model_conversion_mapping(model)
+    renamings = [x for x in transforms if isinstance(x, WeightRenaming)]
+    converters = [x for x in transforms if isinstance(x, WeightConverter)]
+    known, prefix = model.state_dict(), model.base_model_prefix
+    by_pattern = {pattern: x for x in converters for pattern in x.source_patterns}
+    stored: dict[str, list[str]] = {}
+    for name in checkpoint.tensors:
+        target, pattern = rename_source_key(name, renamings, converters, prefix, known)
+        if target not in known and name in known:
+            target, pattern = name, None
+        first = by_pattern[pattern].target_patterns[0] if pattern is not None else ""
+        others = by_pattern[pattern].target_patterns if pattern is not None else [""]
+        for other in others:
+            stored.setdefault(target.replace(first, other) if first else target, []).append(name)
+    return transforms, stored
 
 
 def _without_weights(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..checkpoints.hf_config import text_config
@@ -88,6 +88,8 @@ def calibration_price(
     """
     fit = fit or ReconstructConfig()
     layer, count = _largest(shapes, changed, decided)
+    if fit.trains_layer:
+        layer = replace(layer, trained=layer.kept)
     if sum(map(math.prod, shapes.values())) <= FLOAT32_PARAMETERS:
         itemsize = 4
     share = 1 if gpus == 1 else 1 / (gpus * GPUS_SHARE)

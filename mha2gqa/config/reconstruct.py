@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
-from .option import CALIBRATION, RECIPE, Config, option
+from .option import CALIBRATION, RECIPE, Config, OptionError, option
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,20 @@ class ReconstructConfig(Config):
         range=">= 0, < 1",
         where=(RECIPE,),
     )
+    train: Literal["attention", "layer"] = option(
+        "attention",
+        "What the regression trains: the projections of attention, or all parameters of the decoder layer, "
+        "feed-forward part and norms included, which takes the memory of training one layer.",
+        CALIBRATION,
+        where=(RECIPE,),
+    )
+    rest_rate: float = option(
+        0.1,
+        "Rate of what `train=layer` trains beside attention, as a share of `learning_rate`.",
+        CALIBRATION,
+        range="> 0",
+        where=(RECIPE,),
+    )
     betas: tuple[float, float] = option(
         (0.9, 0.99), "Betas of Adam.", CALIBRATION, range=">= 0, < 1", where=(RECIPE,)
     )
@@ -105,6 +119,16 @@ class ReconstructConfig(Config):
         1e-3, "Peak rate of Adam in these.", CALIBRATION, range="> 0", where=(RECIPE,)
     )
     seed: int = option(0, "Seed of the order of the blocks.", CALIBRATION, where=())
+
+    def conflicts(self) -> Iterator[OptionError]:
+        """A whole layer that is to match the output of its attention."""
+        if self.train == "layer" and self.unit == "attention":
+            yield OptionError("train", "layer needs the layer's output to match", "leave out unit=attention")
+
+    @property
+    def trains_layer(self) -> bool:
+        """Whether the regression trains whole decoder layers."""
+        return self.regress and self.steps > 0 and self.train == "layer"
 
     def for_window(self, window: int) -> ReconstructConfig:
         """A copy with a `batch_size`: as it is, or as many blocks of `window` tokens as `batch_tokens` holds."""

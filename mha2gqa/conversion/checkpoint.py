@@ -277,7 +277,7 @@ def _publish(
         name: NewTensor(checkpoint.tensors[name].dtype, r.shapes[role], partial(r.tensor, role))
         for r in converters
         for role, name in r.names.items()
-    }
+    } | calibrated.rest
     if plan.untied:
         head, embedding = plan.untied
         info = checkpoint.tensors[embedding]

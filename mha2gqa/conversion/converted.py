@@ -32,6 +32,12 @@ class Converted:
     about: dict[str, Any] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
 
+    @property
+    def fitted_layers(self) -> bool:
+        """Whether whole layers were trained (text may have been too short for any fit)."""
+        fit = self.about.get("fit")
+        return fit is not None and ReconstructConfig(**fit).trains_layer
+
 
 def fit_config(config: ReconstructConfig, inputs: Inputs) -> ReconstructConfig:
     """The stages with a batch of so many blocks as a step's tokens make, which the text fills several times."""

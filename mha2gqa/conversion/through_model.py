@@ -26,6 +26,7 @@ from ..checkpoints.hf_config import stored_dtype
 from ..checkpoints.loading import free_memory, load_model, load_tokenizer, resolve_device
 from ..checkpoints.reader import Checkpoint
 from ..checkpoints.streaming import CheckpointLayers, Layers, ResidentLayers
+from ..checkpoints.writer import NewTensor
 from ..data import TextSource
 from ..errors import UsageError
 from ..progress import current
@@ -37,6 +38,7 @@ from .in_memory import plan_model
 from .inputs import Inputs, calibration_inputs
 from .known_statistics import saved_statistics
 from .plan import ModulePlan, Plan
+from .rest_of_layers import RestOfLayers
 from .result_tensors import result_shapes
 from .rewrite import ModuleConverter, module_converters
 from .storing import as_stored
@@ -57,6 +59,7 @@ class Calibrated:
         about: Text, tokens, losses, seconds: for the result and the manifest.
         warnings: What the user should know.
         work: Holds the finished blocks until the result is published.
+        rest: What else changed, by the names of the files.
     """
 
     plan: Plan
@@ -64,6 +67,7 @@ class Calibrated:
     about: dict[str, Any] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     work: WorkDir | None = None
+    rest: dict[str, NewTensor] = field(default_factory=dict)
 
 
 def with_model(
@@ -132,6 +136,10 @@ def _through(
     if isinstance(layers, CheckpointLayers):
         first = min(live.modules, key=lambda m: m.module.layer)
         layers.split(block_paths(teacher, first.path, first.module.layer))
+    rest = None
+    if fitted is not None and fitted.trains_layer:
+        first = min(live.modules, key=lambda m: m.module.layer)
+        rest = RestOfLayers(teacher, checkpoint, live, block_paths(teacher, first.path, first.module.layer))
     work = None if out is None or layers.resident else WorkDir(out)
     try:
         if work is not None:
@@ -144,7 +152,10 @@ def _through(
         if work is not None:
             work.close()
         raise
-    return _handed_over(done, checkpoint, plan, inputs, options, fitted, work)
+    made = _handed_over(done, checkpoint, plan, inputs, options, fitted, work)
+    if rest is not None and done.fitted_layers:
+        made.rest = rest.tensors(lambda block: _tensors_of(done, block, work)())
+    return made
 
 
 def _handed_over(
@@ -165,21 +176,20 @@ def _handed_over(
         report = done.reports.get(source.path, {})
         report = report | {"path": converter.module.path} if report else {}
         roles = converter.module.names
-        state = _state_of(done, source, work)
+        state = _tensors_of(done, source.path, work)
         converter.finish_with(partial(_as_stored, plan, done.plan, source, state, roles, checkpoint), report)
     names = options.texts.names if isinstance(options.texts, TextSource) else list(options.texts)
     about = {"texts": names} | inputs.targets | done.about
     return Calibrated(plan, made, about, [*inputs.warnings, *done.warnings], work)
 
 
-def _state_of(
-    done: Converted, module: ModulePlan, work: WorkDir | None
-) -> Callable[[], Mapping[str, Tensor]]:
-    """The converted model's tensors, when they are due: of the model in memory, or of the finished block."""
+def _tensors_of(done: Converted, path: str, work: WorkDir | None) -> Callable[[], Mapping[str, Tensor]]:
+    """The converted model's tensors, when they are due: of the model in memory, or of the block of a path."""
     if work is None:
         return done.model.state_dict
-    blocks = block_paths(done.model, module.path, module.module.layer)
-    number = next(i for i, block in enumerate(blocks) if module.path.startswith(f"{block}."))
+    first = min(done.plan.modules, key=lambda m: m.module.layer)
+    blocks = block_paths(done.model, first.path, first.module.layer)
+    number = next(i for i, block in enumerate(blocks) if f"{path}.".startswith(f"{block}."))
     return lambda: work.get(number).tensors
 
 

@@ -35,7 +35,7 @@ from ..reconstruct.driver import Fitter, find_pairs, split_batches
 from ..reconstruct.hidden_states import Stream, block_paths
 from ..reconstruct.ranks import Ranks
 from ..reconstruct.row_store import Memory, choose_place
-from ..reconstruct.train_state import frozen, repeatable
+from ..reconstruct.train_state import frozen, repeatable, rest_of_block
 from .block_weights import BlockWeights, tensor_of
 from .calibration_options import CALIBRATED, CalibrationOptions
 from .clock import Clock
@@ -338,8 +338,7 @@ class Walk:
         assert self.fitter is not None
         with self.clock("fit"):
             self.fitter.enter()
-            for pair in self._pairs(block):
-                fit = self.fitter.visit(pair)
+            for fit in self.fitter.visit(self._pairs(block)):
                 self.fits.append(fit)
                 errors = {
                     "error_merged": fit.before,
@@ -409,7 +408,11 @@ class Walk:
 
     def _own(self, block: str) -> set[str]:
         """Names of the converted model's own tensors in a block."""
-        return {name for pair in self._pairs(block) for name in pair.module.names.values()}
+        modules = [pair.module for pair in self._pairs(block)]
+        names = {name for module in modules for name in module.names.values()}
+        if self.config is not None and self.config.trains_layer and modules:
+            names |= set(rest_of_block(self.student, block, self.own_spec, modules))
+        return names
 
     def _vocabulary(self) -> int:
         return int(self.teacher.config.get_text_config().vocab_size)

@@ -20,7 +20,7 @@ from .ranks import Ranks
 from .refit import refit
 from .regress import regress, variance
 from .row_store import RowStore
-from .train_state import float32, frozen, repeatable, trained_parameters
+from .train_state import float32, frozen, repeatable, rest_of_block, trained_parameters
 
 Report = Callable[["LayerFit"], None]
 
@@ -31,8 +31,8 @@ class LayerFit:
 
     Args:
         path: The module in the student.
-        before: Error of its output on the validation batches, relative to the original's variance, each model
-            on its own stream.
+        before: Error of its output on the validation batches (of its layer's where all of that is trained),
+            relative to the original's variance, each model on its own stream.
         refitted: The same after the closed-form refit (None: not made).
         after: The same at the end.
         steps: Regression steps made.
@@ -105,11 +105,10 @@ def reconstruct(
         fitter = Fitter(own, original, (spec, student_spec or spec), split, config)
         for i, block in enumerate(blocks):
             fitter.enter()
-            for pair in pairs:
-                if pair.module.path.startswith(f"{block}."):
-                    fits.append(fitter.visit(pair))
-                    if progress:
-                        progress(fits[-1])
+            for fit in fitter.visit([pair for pair in pairs if pair.module.path.startswith(f"{block}.")]):
+                fits.append(fit)
+                if progress:
+                    progress(fit)
             if i + 1 < len(blocks):
                 fitter.leave()
     return fits
@@ -190,14 +189,27 @@ class Fitter:
             self._spare = next(iter(self.teacher.rows.values()))
             self.teacher.advance(self._outputs)
 
-    def visit(self, pair: Pair) -> LayerFit:
-        """Fit one module of the current block.
+    def visit(self, pairs: Sequence[Pair]) -> list[LayerFit]:
+        """Fit the modules of the current block, in the order in which they are run.
 
         Raises:
             DataError: Activations are not finite.
         """
-        wanted = self._attention_outputs(pair)
-        before = self._error(pair, wanted)
+        if not (self.config.trains_layer and pairs):
+            return [self._regressed(self._refitted(pair, pair), [pair], pair) for pair in pairs]
+        fits = [self._refitted(pair, None) for pair in pairs]
+        last = self._regressed(fits[-1], pairs, None)
+        return [*(replace(fit, after=last.after, steps=last.steps) for fit in fits[:-1]), last]
+
+    def _refitted(self, pair: Pair, judged: Pair | None) -> LayerFit:
+        """One module after the closed-form refit.
+
+        Args:
+            pair: The module.
+            judged: Whose output is judged; the block's where None.
+        """
+        wanted = self._wanted(judged)
+        before = self._error(judged, wanted)
         if not math.isfinite(before):
             raise DataError(
                 "activations are not finite",
@@ -207,21 +219,29 @@ class Fitter:
         fit = LayerFit(pair.module.path, before, None, before, 0)
         if self.config.refit:
             ridge = self._refit(pair)
-            refitted = self._error(pair, wanted)
+            refitted = self._error(judged, wanted)
             fit = replace(fit, refitted=refitted, after=refitted, ridge=ridge)
-        if self.config.regress and self.config.steps:
-            steps = self._regress(pair)
-            fit = replace(fit, after=self._error(pair, wanted), steps=steps)
         return fit
 
-    def _attention_outputs(self, pair: Pair) -> list[Tensor]:
-        """What the original's module returns on the validation batches."""
-        original = self.teacher.model.get_submodule(pair.teacher.path)
+    def _regressed(self, fit: LayerFit, pairs: Sequence[Pair], judged: Pair | None) -> LayerFit:
+        """The same after the regression of these modules; of the whole block where it is trained."""
+        if self.config.regress and self.config.steps:
+            steps = self._regress(pairs)
+            fit = replace(fit, after=self._error(judged, self._wanted(judged)), steps=steps)
+        return fit
+
+    def _wanted(self, judged: Pair | None) -> list[Tensor]:
+        """What the original's module, or block, returns on the validation batches."""
+        original = self.teacher.block
+        if judged is not None:
+            original = self.teacher.model.get_submodule(judged.teacher.path)
         return [_output(self.teacher, original, i) for i in self.split[1]]
 
-    def _error(self, pair: Pair, wanted: Sequence[Tensor]) -> float:
-        """Squared error of the attention output over the original's variance, on the validation batches."""
-        mine = self.student.model.get_submodule(pair.module.path)
+    def _error(self, judged: Pair | None, wanted: Sequence[Tensor]) -> float:
+        """Squared error of that output over the original's variance, on the validation batches."""
+        mine = self.student.block
+        if judged is not None:
+            mine = self.student.model.get_submodule(judged.module.path)
         mean, squares, error, count = 0.0 * wanted[0][0, 0].double(), 0.0, 0.0, 0
         for i, y in zip(self.split[1], wanted, strict=True):
             x, flat = (self.student.real_rows(i, z).double() for z in (_output(self.student, mine, i), y))
@@ -247,18 +267,23 @@ class Fitter:
             ranks=self.ranks,
         )
 
-    def _regress(self, pair: Pair) -> int:
+    def _regress(self, pairs: Sequence[Pair]) -> int:
         """Regression in float32, cast back at the end; returns the steps made."""
-        attention = self.student.model.get_submodule(pair.module.path)
-        module, calls = self._calls(pair, attention)
+        model = self.student.model
+        module, calls = self._calls(pairs[0], model.get_submodule(pairs[0].module.path))
         train, validation = (
             replace(calls, span=range(r.start * calls.size, r.stop * calls.size)) for r in self.split
         )
         for part in (train, validation):
             part.scale = variance(part, self.ranks) or 1.0
-        parameters = trained_parameters(attention, pair.module)
-        with float32(parameters), torch.enable_grad():
-            return regress(module, parameters, train, validation, self.config, self.ranks)
+        modules = [pair.module for pair in pairs]
+        parameters = [p for m in modules for p in trained_parameters(model.get_submodule(m.path), m)]
+        rest: list[nn.Parameter] = []
+        if self.config.trains_layer:
+            path = self.student.blocks[self.student.at]
+            rest = list(rest_of_block(model, path, self.specs[1], modules).values())
+        with float32([*parameters, *rest]), torch.enable_grad():
+            return regress(module, parameters, train, validation, self.config, self.ranks, rest)
 
     def _calls(self, pair: Pair, attention: nn.Module) -> tuple[nn.Module, Calls]:
         """What is run in the regression, and its inputs and targets on every row."""

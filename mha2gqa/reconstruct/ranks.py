@@ -37,8 +37,14 @@ class Ranks:
         return distributed.all_reduce_(x) if self.count > 1 else x
 
     @contextmanager
-    def mean_gradients(self, parameters: Sequence[nn.Parameter]) -> Iterator[Callable[[], None]]:
+    def mean_gradients(
+        self, parameters: Sequence[nn.Parameter], rest: Sequence[nn.Parameter] = ()
+    ) -> Iterator[Callable[[], None]]:
         """While open, each gradient is summed over the ranks as soon as a backward pass has it.
+
+        Args:
+            parameters: Have a gradient after every pass, on every rank.
+            rest: May have none (experts that no token of this rank reached); summed once the pass is over.
 
         Yields:
             To be called after each backward pass: takes the means of the sums.
@@ -51,9 +57,12 @@ class Ranks:
 
         def finish() -> None:
             assert len(begun) == len(hooks), "a parameter has no gradient, or has two"
+            for p in rest if self.count > 1 else ():
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+                begun.append(distributed.begin_all_reduce(p.grad))
             while begun:
                 begun.pop(0)()
-            for p in parameters if hooks else ():
+            for p in (*parameters, *rest) if self.count > 1 else ():
                 assert p.grad is not None
                 p.grad.div_(self.count)
 

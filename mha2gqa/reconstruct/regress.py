@@ -92,13 +92,14 @@ def relative_error(module: nn.Module, calls: Calls, ranks: Ranks = ALONE) -> flo
 
 
 def _optimizer(
-    parameters: Sequence[nn.Parameter], config: ReconstructConfig
+    parameters: Sequence[nn.Parameter], config: ReconstructConfig, rest: int
 ) -> tuple[torch.optim.Adam, list[float]]:
-    """Adam with one group per tensor, and each group's peak rate."""
+    """Adam with one group per tensor, and each group's peak rate; the last `rest` take `rest_rate` of it."""
     peaks = []
-    for p in parameters:
+    for i, p in enumerate(parameters):
         size = float(p.detach().float().square().mean().sqrt())
-        peaks.append(config.learning_rate * (size or 1e-2) if config.relative else config.learning_rate)
+        peak = config.learning_rate * (size or 1e-2) if config.relative else config.learning_rate
+        peaks.append(peak if i < len(parameters) - rest else peak * config.rest_rate)
     groups = [{"params": [p], "lr": peak} for p, peak in zip(parameters, peaks, strict=True)]
     fused = parameters[0].device.type == "cuda"
     return torch.optim.Adam(groups, betas=config.betas, fused=fused), peaks
@@ -111,15 +112,18 @@ def regress(
     validation: Calls,
     config: ReconstructConfig,
     ranks: Ranks = ALONE,
+    rest: Sequence[nn.Parameter] = (),
 ) -> int:
     """Train `parameters` of `module` until it returns its targets; the best weights on the validation rows are kept.
 
     Args:
         module: What is run: an attention module, or the block around it.
-        parameters: What is trained: float32, asking for gradients, and nothing else of the module.
+        parameters: What is trained at the full rate: float32, asking for gradients, and nothing else of the
+            module but `rest`.
         train, validation: Rows and targets; of this rank, where there are several.
         config: Steps, rate, patience.
         ranks: Who shares the rows.
+        rest: What is trained at `rest_rate` of it; not every batch needs all of them (experts).
 
     Returns:
         Steps made.
@@ -139,8 +143,14 @@ def regress(
         train.loss(out, target, index).backward()
         mean()
 
-    with ranks.mean_gradients(parameters) as mean, behind_masks(train.masked):
-        return minimise(parameters, backward, lambda: relative_error(module, validation, ranks), config)
+    with ranks.mean_gradients(parameters, rest) as mean, behind_masks(train.masked):
+        return minimise(
+            [*parameters, *rest],
+            backward,
+            lambda: relative_error(module, validation, ranks),
+            config,
+            rest=len(rest),
+        )
 
 
 def minimise(
@@ -148,6 +158,8 @@ def minimise(
     backward: Callable[[], None],
     validate: Callable[[], float],
     config: ReconstructConfig,
+    *,
+    rest: int = 0,
 ) -> int:
     """Adam down a loss; the weights with the least validation error are kept.
 
@@ -156,13 +168,14 @@ def minimise(
         backward: Adds the gradients of the next batch to them.
         validate: An error of the parameters as they are, lower is better.
         config: Steps, rate, schedule, patience.
+        rest: How many of the last parameters take `rest_rate` of the rate.
 
     Returns:
         Steps made.
     """
     best, waited = validate(), 0
     kept, step = [p.detach().clone() for p in parameters], -1
-    optimizer, peaks = _optimizer(parameters, config)
+    optimizer, peaks = _optimizer(parameters, config, rest)
     for step in range(config.steps):
         for group, peak in zip(optimizer.param_groups, peaks, strict=True):
             group["lr"] = peak * rate(step, config)

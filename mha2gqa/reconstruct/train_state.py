@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..architectures import AttentionModule
+from ..architectures import AttentionModule, AttentionSpec
+
+PROJECTIONS = ("q", "k", "v", "o", "qkv")
 
 
 @contextmanager
@@ -79,10 +81,39 @@ def trained_parameters(instance: nn.Module, module: AttentionModule) -> list[nn.
     wanted = {
         name.removeprefix(f"{module.path}.")
         for role, name in module.names.items()
-        if role.split(".")[0] in ("q", "k", "v", "o", "qkv")
-        or re.match(r"(q|k|query|key)_\w*norm\.weight", role)
+        if role.split(".")[0] in PROJECTIONS or re.match(r"(q|k|query|key)_\w*norm\.weight", role)
     }
     return [p for name, p in instance.named_parameters() if name in wanted]
+
+
+def rest_of_block(
+    model: nn.Module, path: str, spec: AttentionSpec, modules: Sequence[AttentionModule]
+) -> dict[str, nn.Parameter]:
+    """What `trained_parameters` leaves out of a block, by full name.
+
+    Left out are parameters that other parts of the model share: tied ones, and a position bias that is passed on.
+
+    Args:
+        model: The model.
+        path: Of the block in it.
+        spec: Its architecture.
+        modules: The attention modules of the block that are fitted.
+    """
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    known = {id(p) for m in modules for p in trained_parameters(model.get_submodule(m.path), m)}
+    passed_on = {
+        name
+        for m in modules
+        for role, name in m.names.items()
+        if spec.permutable_of(m.kind) == "model" and role.split(".")[0] not in PROJECTIONS
+    }
+    shared = {*tied, *tied.values(), *passed_on}
+    found = {f"{path}.{name}": p for name, p in model.get_submodule(path).named_parameters()}
+    return {
+        name: p
+        for name, p in found.items()
+        if id(p) not in known and name not in shared and p.is_floating_point()
+    }
 
 
 @contextmanager

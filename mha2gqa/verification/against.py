@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from .. import heads
 from ..arch_conversion import ArchConvertedCheckpoint, as_architecture
 from ..architectures import AttentionModule, find_attention_modules, find_spec, geometry
 from ..checkpoints.json_files import read_json
+from ..checkpoints.manifest import DIGESTS
 from ..checkpoints.reader import MANIFEST, Checkpoint
 from ..errors import CheckpointError, listed, quoted
 from ..merging import MERGERS, MergeContext
@@ -38,6 +39,7 @@ def check_against(checkpoint: Checkpoint, source: Checkpoint) -> Check:
     spec = find_spec(seen.config)
     modules = find_attention_modules(spec, seen.tensors)
     touched = {name for module in modules for name in module.names.values()}
+    touched |= _trained(manifest, modules)
     dropped = manifest.get("dropped")
     touched.update(map(str, dropped) if isinstance(dropped, list) else ())
     wrong = [name for name in seen.tensors if name not in touched and not _kept(seen, checkpoint, name)]
@@ -51,6 +53,18 @@ def check_against(checkpoint: Checkpoint, source: Checkpoint) -> Check:
             wrong += [n for role, n in module.names.items() if not _equal(right.get(role), checkpoint, n)]
     detail = f"differ from what the source gives: {listed(wrong)}" if wrong else "as the source gives"
     return Check(NAME, not wrong, f"{len(wrong)} tensors {detail}" if wrong else detail)
+
+
+def _trained(manifest: Mapping[str, Any], modules: Sequence[AttentionModule]) -> set[str]:
+    """Tensors of decoder layers that were made, not copied, where whole layers were trained."""
+    facts, digests = manifest.get("calibration"), manifest.get(DIGESTS)
+    fit = facts.get("fit") if isinstance(facts, Mapping) else None
+    if not isinstance(fit, Mapping) or fit.get("train") != "layer" or not isinstance(digests, Mapping):
+        return set()
+    blocks = tuple(
+        {module.path.partition(f".{module.layer}.")[0] + f".{module.layer}." for module in modules}
+    )
+    return {name for name in digests if name.startswith(blocks)}
 
 
 def _kept(source: Checkpoint, checkpoint: Checkpoint, name: str) -> bool:

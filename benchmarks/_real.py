@@ -77,8 +77,10 @@ def _of_one_data(record: Mapping[str, Any], data: str) -> str:
     scores = [row["scores"][data] for row in record["rows"] if data in row["scores"]]
     spoken = any(score.get("wer") is not None for score in scores)
     exact = any(score.get("exact_match") is not None for score in scores)
+    loops = any(score.get("looped") for score in scores)
     head = [DATA.get(data, data), "G", "loss", "KL to the original", "same next token"]
     head += ["word errors, %", "difference, 95 %"] if spoken else []
+    head += ["loops", "without them, 95 %"] if loops else []
     head += ["texts equal, %"] if exact else []
     lines = []
     for row in record["rows"]:
@@ -95,13 +97,19 @@ def _of_one_data(record: Mapping[str, Any], data: str) -> str:
         ]
         if spoken:
             apart = score.get("wer_difference")
-            line.append(f"{score['wer']:.1f}")
-            line.append("" if first or not apart else f"{apart['low']:+.1f} to {apart['high']:+.1f}")
+            line += [f"{score['wer']:.1f}", "" if first else _interval(apart)]
+        if loops:
+            sound = score.get("wer_without_loops_difference") or score.get("wer_difference")
+            line += [str(score.get("looped", "")), "" if first else _interval(sound)]
         if exact:
             equal = score.get("exact_match")
             line.append("" if first or equal is None else f"{equal:.0f}")
         lines.append(line)
     return f"{scores[0]['tokens']:,} scored tokens.\n\n{markdown(head, lines)}"
+
+
+def _interval(test: Mapping[str, Any] | None) -> str:
+    return f"{test['low']:+.1f} to {test['high']:+.1f}" if test else ""
 
 
 def _small(value: float) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from mha2gqa.data.seq2seq import PairEncoder, open_encoder
 from mha2gqa.errors import DataError, UsageError
 from mha2gqa.evaluation import LoadedModel, evaluate, measure_gates
 from mha2gqa.evaluation.generation_metrics import Texts, bleu_tokenizer, compare_texts, normaliser
+from mha2gqa.report.generation_scores import generation_differences
 
 RNG = np.random.default_rng(0)
 ROWS = [
@@ -228,6 +230,21 @@ SECOND = ["a cat sat on a mat", "it is the test", "one more line of words here"]
 
 def texts(*metrics: str) -> Texts:
     return Texts(["a", "b", "c"], RIGHT, metrics, lambda text: text)
+
+
+def test_loops_are_counted_and_left_out_beside() -> None:
+    loop = "one more line of words here " * 40
+    found = compare_texts(texts("wer"), [*SECOND[:2], loop], FIRST, "first")
+    assert (found.looped, found.paired["wer"].units) == (1, 3)
+    two = Texts(["a", "b"], RIGHT[:2], ("wer",), lambda text: text)
+    sound = compare_texts(two, SECOND[:2], FIRST[:2], "first")
+    assert found.paired["wer_without_loops"] == sound.paired["wer"]
+    assert sound.looped == 0 and "wer_without_loops" not in sound.paired
+    assert compare_texts(texts("bleu"), SECOND, FIRST, "first").looped is None
+    said = list(generation_differences("m", {"generation": asdict(found)}))
+    assert (
+        "points of WER where neither loops, against the original" in said[1] and "over 2 examples" in said[1]
+    )
 
 
 def test_metrics_are_those_of_the_libraries() -> None:

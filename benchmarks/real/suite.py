@@ -191,11 +191,11 @@ def _kept(found: dict[str, Any]) -> dict[str, Any]:
     names = ("loss", "perplexity", "tokens", "kv_bytes_per_token", "kl", "top1_agreement")
     kept = {name: found.get(name) for name in names}
     generation = found.get("generation") or {}
-    kept |= {key: generation.get(key) for key in ("wer", "exact_match") if key in generation}
+    kept |= {key: generation.get(key) for key in ("wer", "exact_match", "looped") if key in generation}
     if tasks := found.get("tasks"):
         kept["tasks"] = {name: scores["acc"] for name, scores in tasks.items()}
-    if paired := (generation.get("paired") or {}).get("wer"):
-        kept["wer_difference"] = paired | {"against": "original"}  # not where it lies
+    for name, test in (generation.get("paired") or {}).items():
+        kept[f"{name}_difference"] = test | {"against": "original"}  # not where it lies
     return kept
 
 

@@ -140,7 +140,9 @@ class Generation:
         wer, cer: Word and character error rate against the references, Whisper's normaliser applied to both.
         bleu, chrf: Of sacrebleu, against the references.
         exact_match: Of texts that are the first model's, word for word; None for that one.
-        paired: By metric, tests against the first model on the same examples, resampled.
+        looped: How many transcripts fell into a loop, by Whisper's own sign: zlib makes them more than 2.4 times shorter.
+        paired: By metric, tests against the first model on the same examples, resampled; `wer_without_loops` is of the
+            examples that neither model loops on, where there are others.
         shown: The first few texts.
     """
 
@@ -150,6 +152,7 @@ class Generation:
     bleu: float | None = None
     chrf: float | None = None
     exact_match: float | None = None
+    looped: int | None = None
     paired: dict[str, PairedTest] = field(default_factory=dict)
     shown: list[GeneratedText] = field(default_factory=list)
 

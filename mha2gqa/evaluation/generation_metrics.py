@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 METRICS = ("wer", "cer", "bleu", "chrf", "exact_match")
 AUTO = "auto"
 LIBRARIES = {"wer": "jiwer", "cer": "jiwer", "bleu": "sacrebleu", "chrf": "sacrebleu"}
+LOOP = 2.4  # Whisper's `compression_ratio_threshold`, beyond which it would decode again with a temperature
 SHOWN = 5  # texts kept for a look
 BLEU_TOKENIZERS = {"zh": "zh", "zho": "zh", "ja": "char", "jpn": "char", "th": "char", "tha": "char"}
 
@@ -107,6 +109,11 @@ def compare_texts(
                 other, _ = _errors(texts, original, name)
                 test = paired_test(100 * errors, 100 * other, lengths, against=against, seed=seed)
                 paired |= {name: test} if test else {}
+                sound = ~(loops(written) | loops(original))
+                if name == "wer" and not sound.all():
+                    parts = (100 * errors[sound], 100 * other[sound], lengths[sound])
+                    test = paired_test(*parts, against=against, seed=seed)
+                    paired |= {"wer_without_loops": test} if test else {}
     if "bleu" in texts.metrics:
         counts = _bleu_counts(texts, written)
         found["bleu"] = _bleu(counts.sum(axis=0))
@@ -119,7 +126,14 @@ def compare_texts(
         found["exact_match"] = 100 * float(np.mean([a == b for a, b in zip(written, original, strict=True)]))
     rows = zip(texts.places, texts.references, written, strict=True)
     shown = [GeneratedText(*row) for row, _ in zip(rows, range(SHOWN), strict=False)]
-    return Generation(len(written), **found, paired=paired, shown=shown)
+    looped = int(loops(written).sum()) if "wer" in texts.metrics else None
+    return Generation(len(written), **found, looped=looped, paired=paired, shown=shown)
+
+
+def loops(written: Sequence[str]) -> np.ndarray:
+    """Which texts repeat themselves, bool `[n]`, by the ratio that Whisper judges its own transcripts by."""
+    sizes = [(len(data), len(zlib.compress(data))) for data in (t.encode(errors="replace") for t in written)]
+    return np.array([size > LOOP * packed for size, packed in sizes], dtype=bool)
 
 
 # --- word errors -----------------------------------------------------------------------------------------

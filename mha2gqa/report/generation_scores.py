@@ -36,10 +36,12 @@ def generation_cells(row: Row, metrics: Sequence[str]) -> list[str]:
 
 def generation_differences(name: str, row: Row) -> Iterator[str]:
     """A sentence for each metric that was compared with the first model example by example."""
+    of = {name: unit for name, (_, unit) in METRICS.items()}
+    of["wer_without_loops"] = f"{of['wer']} where neither loops,"
     for metric, test in (_of(row).get("paired") or {}).items():
         difference, low, high = (fixed(test[key], DECIMALS, "+") for key in ("difference", "low", "high"))
         yield (
-            f"{name}: {difference} {METRICS[metric][1]} against the original, 95 % interval {low} to {high} "
+            f"{name}: {difference} {of[metric]} against the original, 95 % interval {low} to {high} "
             f"(paired over {test['units']} examples)"
         )
 

@@ -12,10 +12,12 @@ import torch
 from pico_models import model_class, pico_config
 
 from mha2gqa.commands import bench as bench_module
-from mha2gqa.commands import decode, fixed_cache
+from mha2gqa.commands import decode, few_rows, fixed_cache, merged
 from mha2gqa.commands.bench import bench, longest_context
+from mha2gqa.commands.step_variants import Variant, agree, variants
 from mha2gqa.conversion.checkpoint import convert
 from mha2gqa.errors import UsageError
+from mha2gqa.uptraining.model_prep import repeated_layers
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +89,7 @@ def test_the_timed_step_computes_what_a_full_pass_does(model_type: str, changes:
 @pytest.mark.parametrize("scaling", [None, 0.5])
 @torch.inference_mode()
 def test_one_token_attends_in_parts_as_in_one(
-    heads: int, kv_heads: int, splits: int, scaling: float | None
+    heads: int, kv_heads: int, splits: int, scaling: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Against softmax written out in float64."""
     torch.manual_seed(0)
@@ -98,8 +100,9 @@ def test_one_token_attends_in_parts_as_in_one(
     k, v = (x.double().repeat_interleave(repeat, 1) for x in (key, value))
     logits = query.double() @ k.mT * (width**-0.5 if scaling is None else scaling)
     wanted = logits.softmax(-1) @ v
-    for parts in (1, splits):
-        found = fixed_cache.one_token(query, key, value, scaling, parts)
+    monkeypatch.setattr(fixed_cache, "compiled_flex", fixed_cache.flex_attention)
+    for parts, flex in ((1, False), (splits, False), (splits, True)):
+        found = fixed_cache.one_token(query, key, value, scaling, parts, flex)
         assert torch.allclose(found.double(), wanted, atol=1e-5, rtol=1e-4)
 
 
@@ -108,6 +111,10 @@ def test_kernels_are_offered_where_parts_are_even_and_long_enough() -> None:
     assert {k.splits for k in fixed_cache.candidates(1024)} == {1, 2, 4, 8}
     assert {k.splits for k in fixed_cache.candidates(4095)} == {1}
     assert str(fixed_cache.Kernel("FLASH_ATTENTION", 4)) == "flash in 4 parts"
+    few = fixed_cache.candidates(4096, 64, 132)
+    assert [k.splits for k in few if k.backend == fixed_cache.FLEX] == [4, 8, 16]
+    assert str(fixed_cache.candidates(4096, 128, 132)[-1]) == "flex in 8 parts"
+    assert fixed_cache.candidates(4096, 256, 132) == fixed_cache.candidates(4096)  # heads enough
     names = {backend.name for kernel in fixed_cache.candidates(4096) for backend in kernel.backends}
     assert names == {"FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION"}
 
@@ -121,7 +128,7 @@ def test_the_fastest_kernel_is_found_among_those_that_run(monkeypatch: pytest.Mo
     def timed(call: Any) -> float:
         output = call()
         assert output.shape == (2, 4, 1, 16)
-        tried.append(call.args[-1])
+        tried.append(call.args[4])
         return 1.0 / len(tried)
 
     monkeypatch.setattr(fixed_cache, "timed", timed)
@@ -184,7 +191,7 @@ def test_compiled_layers_share_one_program_and_compute_the_same() -> None:
 def test_a_model_that_does_not_compile_is_timed_without_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     model, config = live("llama")
 
-    def broken(model: Any) -> int:
+    def broken(model: Any, options: Any) -> int:
         for layer in model.model.layers:
             layer.forward = lambda *args, **kwargs: (_ for _ in ()).throw(RuntimeError("no compiler\nat all"))
         return 1
@@ -192,6 +199,153 @@ def test_a_model_that_does_not_compile_is_timed_without_and_says_so(monkeypatch:
     monkeypatch.setattr(decode, "compile_layers", broken)
     times = decode.fixed_step(model, config, 1, 8, 2, compiled=True)
     assert not times.compiled and times.warnings == ("layers not compiled: no compiler",)
+
+
+WAYS = [
+    Variant(),
+    Variant(True),
+    Variant(True, merged=True),
+    Variant(True, merged=True, tuned=True),
+    Variant(True, merged=True, tuned=True, overlapped=True),
+    Variant(True, merged=True, tuned=True, overlapped=True, few_rows=True),
+]
+
+
+def traced(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Layers are traced as for a compiler; the options that it would get."""
+    real, told = torch.compile, []
+
+    def compiler(function: Any, **words: Any) -> Any:
+        told.append(words.pop("options", None))
+        return real(function, backend="eager", **words)
+
+    monkeypatch.setattr(torch, "compile", compiler)
+    return told
+
+
+@pytest.mark.parametrize("fastest", range(len(WAYS)))
+def test_the_fastest_way_to_run_the_layers_is_taken_and_computes_the_same(
+    fastest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The choice that a GPU makes."""
+    told = traced(monkeypatch)
+    monkeypatch.setattr(decode, "variants", lambda device, compiled: WAYS)
+    blocks = few_rows.CHOICES[0]
+    monkeypatch.setattr(decode, "quickest_products", lambda ws, rows: {tuple(w.shape): blocks for w in ws})
+    clock = iter([1.0 if i == fastest else 2.0 for i in range(len(WAYS))])
+    monkeypatch.setattr(decode.FixedStep, "time", lambda self, steps: (self.replay(), next(clock))[1])
+    model, config = live("llama", num_key_value_heads=2, num_hidden_layers=3)
+    before = {name: x.clone() for name, x in model.named_parameters()}
+    step = decode.FixedStep(model, config, 2, 12, compiled=True)
+    with torch.inference_mode(), decode._ours(step):
+        step.prefill()
+        token = step.token.clone()
+        step.prepare()
+        assert step.variant == WAYS[fastest] and not step.warnings
+        assert set(step.seconds) == {str(way) for way in WAYS} and len(set(map(str, WAYS))) == len(WAYS)
+        step.token.copy_(token)
+        step.step()
+    assert {o["triton.enable_pdl"] for o in told if o and "triton.enable_pdl" in o} == {True}
+    assert any(o and o["max_autotune"] for o in told) and None in told
+    full = model(torch.cat([step.prompt.expand(2, -1), token], 1)).logits[:, -1:].argmax(-1)
+    assert torch.equal(step.token, full)
+    assert not any("forward" in m.__dict__ for m in model.modules())
+    assert all(torch.equal(x, before[name]) for name, x in model.named_parameters())
+    assert not any(x.is_inference() for x in model.parameters())
+
+
+@torch.inference_mode()
+def test_our_products_are_taken_where_they_are_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only for whole blocks of 16-bit weights, and for few rows."""
+    monkeypatch.setattr(few_rows, "find_spec", lambda name: True)
+    weights = [torch.randn(n, 256).to(torch.bfloat16) for n in (64, 96, 96, 33)] + [torch.randn(128, 256)]
+    tried: list[Any] = []
+
+    def timed(call: Any) -> float:
+        outputs = call()
+        tried.append((tuple(outputs[0].shape), len(outputs)))
+        return float(len(tried) != 3)  # the second choice for the first shape
+
+    monkeypatch.setattr(few_rows, "timed", timed)
+    assert few_rows.quickest_products(weights, 5) == {(64, 256): few_rows.CHOICES[1]}
+    whole = len(few_rows.CHOICES)
+    assert tried == [((5, 64), 1)] * (whole + 1) + [((5, 96), 2)] * (whole) + [((5, 33), 1)]
+    assert few_rows.quickest_products(weights, few_rows.MOST_ROWS + 1) == {}
+    product = few_rows.product_by({(64, 256): few_rows.CHOICES[0]})
+    x = torch.randn(2, 3, 256).to(torch.bfloat16)
+    calls: list[Any] = []
+    real = few_rows.few_rows
+    monkeypatch.setattr(few_rows, "few_rows", lambda *args: (calls.append(args[2:]), real(*args))[1])
+    for weight in weights[:4]:
+        assert torch.equal(product(x, weight, None), torch.nn.functional.linear(x, weight))
+    product(torch.cat([x] * 6), weights[0], None)
+    assert calls == [(32, 128, 4, 4)]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="a kernel of GPUs that overlap kernels")
+@torch.inference_mode()
+def test_our_kernel_multiplies() -> None:
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("needs compute capability 9.0")
+    torch.manual_seed(0)
+    for rows in (1, 16, 27, 32):
+        x, weight = (torch.randn(n, 1024, device="cuda").to(torch.bfloat16) for n in (rows, 192))
+        wanted = x.double() @ weight.double().T
+        for blocks in few_rows.CHOICES:
+            found = few_rows.product_by({(192, 1024): blocks})(x, weight, None)
+            assert (found.double() - wanted).norm() < 1e-2 * wanted.norm()
+
+
+@torch.inference_mode()
+def test_a_way_that_computes_something_else_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "variants", lambda device, compiled: [Variant(), Variant(merged=True)])
+    seconds = iter([2.0, 1.0])
+    monkeypatch.setattr(decode.FixedStep, "time", lambda self, steps: (self.replay(), next(seconds))[1])
+    monkeypatch.setattr(
+        merged.Shared, "read", lambda self, x, begin, end: x.new_zeros(*x.shape[:-1], end - begin)
+    )
+    model, config = live("llama")
+    step = decode.FixedStep(model, config, 2, 12)
+    with decode._ours(step):
+        step.prefill()
+        step.prepare()
+    assert step.variant == Variant() and list(step.seconds) == ["layers as they are"]
+    assert step.warnings == ["layers as they are, merged projections: not taken, its logits are others"]
+
+
+def test_ways_are_offered_where_there_is_a_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, card = torch.device("cpu"), torch.device("cuda")
+    assert variants(cpu, True) == [Variant(True)] and variants(cpu, False) == [Variant()]
+    assert variants(card, False) == [Variant()]
+    for capability, last in (((8, 0), WAYS[3:4]), ((9, 0), WAYS[4:])):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        assert variants(card, True) == WAYS[:3] + last
+    assert agree(torch.ones(3), torch.ones(3) * 1.01) and not agree(torch.ones(3), -torch.ones(3))
+    assert not agree(torch.tensor([float("nan")]), torch.ones(1))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes"), [("qwen2", {}), ("llama", {"attention_bias": True}), ("gpt_neox", {})]
+)
+@torch.no_grad()
+def test_merged_projections_give_what_each_gives(model_type: str, changes: dict[str, Any]) -> None:
+    """With biases; a layer of other names stays as it is. Read in any order, and once or twice."""
+    model, _ = live(model_type, **changes)
+    ids = torch.arange(10)[None]
+    before = model(ids).logits
+    done = [m for layer in repeated_layers(model) for m in merged.merge_projections(layer)]
+    sizes = [len(shared.modules) for shared in done]
+    assert sizes == ([] if model_type == "gpt_neox" else [3, 2] * len(repeated_layers(model)))
+    assert torch.allclose(model(ids).logits, before, atol=1e-6)
+    if done:
+        assert not merged.merge_projections(repeated_layers(model)[0])  # they are
+        attention, x = repeated_layers(model)[0].self_attn, torch.randn(2, 3, model.config.hidden_size)
+        for name in "vqqkv":
+            module = getattr(attention, f"{name}_proj")
+            y = torch.nn.functional.linear(x, module.weight, module.bias)
+            assert torch.allclose(module(x), y, atol=1e-5)
+    merged.undo_merge(done)
+    assert torch.allclose(model(ids).logits, before, atol=1e-6)
 
 
 @pytest.mark.parametrize(

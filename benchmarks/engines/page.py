@@ -177,7 +177,7 @@ it works, but the cache no longer shrinks with the devices. So G should be a mul
 ## How fast
 
 `mha2gqa bench ORIGINAL OUT --batch 16 --context 4096 --memory 80GB` times the decode step that servers run (full
-cache, no mask, shared heads read as they are; on a GPU compiled layers in a CUDA graph), says which share of the
+cache, no mask, shared heads read as they are; on a GPU a CUDA graph of the layers in the fastest of several ways), says which share of the
 device's own copy bandwidth it uses, and times the largest batch that a memory budget holds. Other engines measure
 themselves, in the same table:
 

@@ -46,7 +46,8 @@ class BenchResult(Result):
         models: For each model `path, tokens_per_second, milliseconds_per_step, first_token_milliseconds,
             prefill_tokens_per_second, kv_bytes, weight_bytes, step_bytes, bytes_per_second, share_of_bandwidth,
             floor_milliseconds` (the step at full bandwidth), `step` (what was timed), `attention, native_gqa,
-            cuda_graph, compiled, kernel_seconds` (of one layer's attention), `warnings`, and `budgets`: per memory budget the batch that fits
+            cuda_graph, compiled, kernel_seconds` (of one layer's attention), `variant_seconds` (of a step, by the way its
+            layers run), `warnings`, and `budgets`: per memory budget the batch that fits
             and its speed. Of another engine those that it tells.
     """
 
@@ -276,6 +277,7 @@ def decode_row(
         "cuda_graph": times.cuda_graph,
         "compiled": times.compiled,
         "kernel_seconds": times.kernels,
+        "variant_seconds": times.variants,
         "warnings": list(times.warnings),
     }
 

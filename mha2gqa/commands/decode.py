@@ -2,8 +2,8 @@
 
 The cache has one fixed slot a token and every slot is used, so that no mask is needed and the step is the same
 graph every time. Attention reads the shared heads as they are: the queries of a group attend as one head's
-queries, and keys and values are never repeated. On a GPU the layers are compiled (small operations fused) and
-the step is replayed as one CUDA graph, as servers do.
+queries, and keys and values are never repeated. On a GPU the step is replayed as one CUDA graph, and its layers run in
+the fastest of several ways (`step_variants`): compiled, projections merged, kernels tuned, as servers do.
 """
 
 from __future__ import annotations
@@ -17,13 +17,17 @@ from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.nn.attention import sdpa_kernel
 from transformers import AttentionInterface
 
 from ..kv_cache import kv_layers
 from ..uptraining.model_prep import compile_layers, repeated_layers, undo_compile
+from .few_rows import Blocks, product_by, quickest_products, use_product
 from .fixed_cache import BACKENDS, NAME, FixedCache, Kernel, LayerCache, NotServed, attend, fastest, use
+from .merged import Shared, merge_projections, undo_merge
+from .step_variants import Variant, agree, variants
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
@@ -46,6 +50,7 @@ class DecodeTimes:
         cuda_graph, compiled: Whether the step is replayed as a graph, and its layers compiled.
         warnings: Why the step is not the one that servers run, where it is not.
         kernels: Seconds of one layer's attention by kernel, where there was a choice.
+        variants: Seconds of a step by the way its layers run, where there was a choice.
     """
 
     seconds: float
@@ -58,6 +63,7 @@ class DecodeTimes:
     compiled: bool = False
     warnings: tuple[str, ...] = ()
     kernels: dict[str, float] = field(default_factory=dict)
+    variants: dict[str, float] = field(default_factory=dict)
 
 
 class FixedStep:
@@ -97,8 +103,16 @@ class FixedStep:
         self.prompt = torch.randint(vocabulary, (1, context - 1), generator=generator).to(self.device)
         self.token = self.prompt[:, :1].expand(batch, 1).clone()
         self.position = torch.full((batch, 1), context - 1, device=self.device)
-        self.hooks: list[Any] = []
         self.kernel, self.kernels = Kernel(), {}  # type: tuple[Kernel, dict[str, float]]
+        self.variant, self.seconds = Variant(), {}  # type: tuple[Variant, dict[str, float]]
+        self.hooks: list[Any] = []
+        self.merged: list[Shared] = []
+        self.multiplied: list[nn.Linear] = []
+        self.products: dict[tuple[int, int], Blocks] = {}
+        self.outside: list[nn.Module] = []
+        self.runs: list[Any] = []
+        self.indices: dict[nn.Module, Any] = {}
+        self.choose: Callable[[Tensor], Tensor] = greedy
         self.replay: Callable[[], None] = self.step
         self.graph: torch.cuda.CUDAGraph | None = None
         named = "cache" in signature(type(model).forward).parameters  # its older name is deprecated
@@ -107,7 +121,8 @@ class FixedStep:
     def step(self) -> None:
         """One token for every sequence, into `token`; the cache stays as long as it is."""
         out = self.model(input_ids=self.token, position_ids=self.position, **self.keys_and_values)
-        self.token.copy_(out.logits[:, -1:].argmax(-1))
+        self.logits = out.logits
+        self.token.copy_(self.choose(self.logits))
 
     def prefill(self) -> float:
         """Fill the cache by a prompt of one sequence, copied to the others; wall seconds to its first token."""
@@ -121,28 +136,74 @@ class FixedStep:
         return time.perf_counter() - began
 
     def prepare(self) -> None:
-        """Choose the kernel, compile the layers and capture the step, where that is asked for and possible."""
+        """Choose the kernel and the way the layers run, and capture the step, where that is asked for and possible."""
         heads = int(self.model.config.get_text_config().num_attention_heads)
         most = max(self.cache.parts, key=lambda part: part.key.shape[2])
         self.kernel, self.kernels = fastest(most, heads)
         use(self.kernel)
         with sdpa_kernel(self.kernel.backends), _settled_frequencies(self.model):
-            self._capture()
-            if self.compiled:
-                self._compile_and_compare()
+            self._choose(variants(self.device, self.compiled))
 
-    def _compile_and_compare(self) -> None:
-        """Compile the layers, and keep what is faster on a GPU."""
-        uncompiled, seconds = (self.replay, self.graph), self.time(TRIED) if self.graph else float("inf")
-        self._compile()
-        if not self.compiled or self.device.type != "cuda":
+    def _choose(self, tried: list[Variant]) -> None:
+        """Run the layers in the fastest of some ways; one that does not run, or computes something else, is said."""
+        reference: Tensor | None = None
+        best: tuple[float, Any] = (float("inf"), None)
+        for variant in tried:
+            if not self._become(variant):
+                continue
+            self._capture()
+            if len(tried) == 1:
+                return
+            seconds, logits = self.time(TRIED), self._logits()
+            reference = logits if reference is None else reference
+            if not agree(logits, reference):
+                self.warnings.append(f"{variant}: not taken, its logits are others")
+                continue
+            self.seconds[str(variant)] = seconds
+            if seconds < best[0]:
+                best = (seconds, (variant, self.replay, self.graph, self.runs))
+        if best[1] is None:
+            self._become(Variant())
+            self._capture()
             return
-        self._capture()
-        if (now := self.time(TRIED)) > seconds:
-            self.warnings.append(
-                f"layers not compiled: a step takes {seconds * 1e3:.2f} ms, with compiled ones {now * 1e3:.2f} ms"
-            )
-            self.compiled, (self.replay, self.graph) = False, uncompiled
+        self.variant, self.replay, self.graph, self.runs = best[1]
+        if self.graph is None:  # what runs is the model itself, which is the last variant now
+            self._become(self.variant)
+
+    def _become(self, variant: Variant) -> bool:
+        """Let the layers run in a way; False, and a warning, where they do not."""
+        self._undo()
+        self.variant, self.replay, self.graph = variant, self.step, None
+        if variant == Variant():
+            return True
+        try:
+            self._replace_products(variant)
+            if variant.compiled:
+                self._compile(variant)
+            self.step()
+        except Exception as error:  # torch.compile raises many kinds; the step runs otherwise, and says so
+            name = "layers" if variant == Variant(True) else f"{variant}:"
+            self.warnings.append(f"{name} not compiled: {_first_line(error)}")
+            self._undo()
+            return False
+        return True
+
+    def _replace_products(self, variant: Variant) -> None:
+        """Merge projections, and take our kernel where it is faster for this many sequences."""
+        product = product_by(self.products) if variant.few_rows else F.linear
+        for layer in repeated_layers(self.model):
+            self.merged += merge_projections(layer, product) if variant.merged else []
+            self.multiplied += use_product(layer, product) if variant.few_rows else []
+        if variant.few_rows and not self.products:
+            weights = [shared.weight for shared in self.merged] + [m.weight for m in self.multiplied]
+            self.products |= quickest_products(weights, self.token.shape[0])
+
+    def _logits(self) -> Tensor:
+        """What a step from a fixed token gives."""
+        self.token.copy_(self.prompt[:, :1].expand_as(self.token))
+        self.replay()
+        wait(self.device)
+        return self.logits.clone()
 
     def time(self, steps: int) -> float:
         """Median wall seconds of a step."""
@@ -168,18 +229,25 @@ class FixedStep:
     def close(self) -> None:
         """Give the model its own attention and layers back."""
         use(Kernel())
-        for hook in self.hooks:
-            hook.remove()
-        if self.hooks:
-            undo_compile(self.model)
-            for module, index in self.indices.items():
-                module.layer_idx = index  # type: ignore[assignment]
+        self._undo()
         self.model.set_attn_implementation(self.before)
 
-    def _compile(self) -> None:
+    def _undo(self) -> None:
+        """Give the layers their own forward and numbers back."""
+        for hook in self.hooks:
+            hook.remove()
+        undo_compile(self.model)
+        undo_merge(self.merged)
+        for module in (*self.outside, *self.multiplied):
+            module.__dict__.pop("forward", None)
+        for module, index in self.indices.items():
+            module.layer_idx = index  # type: ignore[assignment]
+        self.hooks, self.merged, self.multiplied, self.outside = [], [], [], []
+        self.indices, self.choose = {}, greedy
+
+    def _compile(self, variant: Variant) -> None:
         """One program for all layers: each gets the part of the cache that is its own, under one number."""
         layers = repeated_layers(self.model)
-        self.indices: dict[nn.Module, Any] = {}
         for layer, part in zip(layers, self.cache.parts, strict=True):
             for module in layer.modules():
                 if hasattr(module, "layer_idx"):
@@ -188,13 +256,18 @@ class FixedStep:
                 layer.register_forward_pre_hook(_with_own_part(self.cache, part), with_kwargs=True)
             )
         torch._dynamo.reset()
-        compile_layers(self.model)
-        try:
-            self.step()
-        except Exception as error:  # torch.compile raises many kinds; the step runs without, and says so
-            self.warnings.append(f"layers not compiled: {_first_line(error)}")
-            undo_compile(self.model)
-            self.compiled = False
+        compile_layers(self.model, variant.options)
+        self.runs = [layer.forward for layer in layers]  # a graph replays their kernels
+        if variant.tuned:
+            self._compile_outside(variant)
+
+    def _compile_outside(self, variant: Variant) -> None:
+        """Compile what is small and outside the layers: norms, rotary factors, the choice of the token."""
+        for module in between(self.model):
+            module.forward = torch.compile(module.forward, dynamic=False, options=variant.options)  # type: ignore[method-assign]
+            self.outside.append(module)
+        self.choose = torch.compile(greedy, dynamic=False)
+        self.runs += [module.forward for module in self.outside] + [self.choose]
 
     def _capture(self) -> None:
         """Make the step one CUDA graph, on a GPU."""
@@ -216,6 +289,24 @@ class FixedStep:
             self.warnings.append(f"no CUDA graph: {_first_line(error)}")
             return
         self.replay, self.graph = graph.replay, graph
+
+
+def greedy(logits: Tensor) -> Tensor:
+    """The best token of `[B, T, V]`'s last place, `[B, 1]`."""
+    return logits[:, -1:].argmax(-1)
+
+
+def between(model: PreTrainedModel) -> list[nn.Module]:
+    """Modules of the decoder beside its layers and embeddings: the last norm, rotary factors."""
+    layers = {id(layer) for layer in repeated_layers(model)}
+    for holder in model.modules():
+        if any(id(x) in layers for child in holder.children() for x in child.children()):
+            break
+    return [
+        child
+        for child in holder.children()
+        if not isinstance(child, nn.Embedding) and not any(id(x) in layers for x in child.modules())
+    ]
 
 
 @contextmanager
@@ -290,11 +381,11 @@ def fixed_step(
         except (TypeError, AttributeError, ValueError) as error:  # a class with a cache protocol of its own
             raise NotServed(_first_line(error)) from error
     how = ["fixed cache, no mask"]
-    how += ["compiled layers"] if step.compiled else []
+    how += [str(step.variant)] if step.variant.compiled else []
     how += ["CUDA graph"] if step.graphed else []
     return DecodeTimes(
-        seconds, first, context, ", ".join(how), f"sdpa, {step.kernel}", True, step.graphed, step.compiled,
-        tuple(step.warnings), step.kernels,
+        seconds, first, context, ", ".join(how), f"sdpa, {step.kernel}", True, step.graphed, step.variant.compiled,
+        tuple(dict.fromkeys(step.warnings)), step.kernels, step.seconds,
     )  # fmt: skip
 
 

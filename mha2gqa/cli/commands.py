@@ -58,7 +58,7 @@ def cli() -> None:
     """
 
 
-@cli.command()
+@cli.command(cls=FitCommand)
 @takes(PlanConfig)
 @common
 def plan(**given: Any) -> None:
@@ -68,6 +68,9 @@ def plan(**given: Any) -> None:
     Example:
       mha2gqa plan meta-llama/Llama-2-7b-hf --groups 8 --batch 16 --context 4096
     """
+    if "fit" in given:
+        given["fit"] = read_fit(given["fit"])
+    PlanConfig(**given)
     with shown_progress("plan") as progress:
         from ..commands.estimate import plan as call
 

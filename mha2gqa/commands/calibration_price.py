@@ -78,7 +78,7 @@ def calibration_price(
         itemsize: Bytes of an element as stored.
 
     Returns:
-        `tokens`, `gpus`, `host_bytes` of the hidden states, `disk_bytes` of the work folder, and for `regression`
+        `tokens`, `gpus`, `steps` a layer, what is `trained` of it, `host_bytes` of the hidden states, `disk_bytes` of the work folder, and for `regression`
         (with every step; modules that stop early take less) and `closed_form` (without it) `seconds`,
         `device_bytes` in use at the peak, `device_bytes_cached` as nvidia-smi shows them, and `fits`.
 
@@ -107,6 +107,8 @@ def calibration_price(
     return {
         "tokens": tokens,
         "gpus": gpus,
+        "steps": fit.steps if fit.regress else 0,
+        "trained": fit.train,
         "host_bytes": STREAMS * tokens * layer.hidden * itemsize,
         "disk_bytes": count * layer.trained * itemsize,
         "regression": _stage(count * (closed + share * regression), backward, gpu_memory),

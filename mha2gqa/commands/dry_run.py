@@ -50,6 +50,8 @@ def rehearse(recipe: Recipe) -> tuple[list[dict[str, Any]], list[str]]:
             as_=recipe.convert.as_ or "auto",
             batch=recipe.report.batch,
             context=context,
+            effort=recipe.convert.effort,
+            fit=recipe.convert.fit,
         )
         warnings += found.warnings
         stages.append(_planned("convert", _convert_detail(recipe, found)))

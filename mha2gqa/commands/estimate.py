@@ -15,6 +15,7 @@ from ..checkpoints.side_files import find_side_files
 from ..config import PlanConfig
 from ..config.convert import MOST_RECORDINGS
 from ..config.given import require_path
+from ..config.reconstruct import Effort, ReconstructConfig
 from ..config.signature import names_in_python
 from ..conversion.plan import Plan, plan_conversion, plan_modules
 from ..conversion.result_tensors import result_shapes, result_tensors
@@ -127,6 +128,8 @@ def plan(
     gpu_memory: float = 80e9,
     gpus: int = 1,
     calibration_tokens: int = PlanConfig.calibration_tokens,
+    effort: Effort | None = None,
+    fit: ReconstructConfig | Mapping[str, Any] | None = None,
     uptrain_tokens: int = PlanConfig.uptrain_tokens,
     bandwidth: float = H100_BANDWIDTH,
     revision: str | None = None,
@@ -145,6 +148,7 @@ def plan(
         gpu_memory: Bytes of one device.
         gpus: Devices that share calibration.
         calibration_tokens: Tokens of calibration text.
+        effort, fit: As `convert` has them: how hard the fits try, which is priced.
         uptrain_tokens: Budget of uptraining.
         bandwidth: Its memory bandwidth, bytes/s.
         revision: On the Hub.
@@ -161,6 +165,7 @@ def plan(
     for name, value in (("context", context), ("gpu-memory", gpu_memory), ("bandwidth", bandwidth)):
         if value is not None and value <= 0:
             raise UsageError("must be more than 0", where=f"--{name} {value:g}")
+    fitting = PlanConfig(source, effort=effort, fit=fit).fitting
     described = describe(source, revision, drop_extra)
     spec, geometries = _attention(described.written_as(None, as_))
     before, num_heads = max(g.num_kv_heads for g in geometries), geometries[0].num_heads
@@ -171,7 +176,7 @@ def plan(
     not_checked = _check_early(source, described, model, chosen, allow_unchecked)
     reach, usual = _reach(described.config)
     context = context or reach or usual
-    price = _calibration(model, chosen, gpu_memory, gpus, calibration_tokens)
+    price = _calibration(model, chosen, gpu_memory, gpus, calibration_tokens, fitting)
     training = training_price(model, chosen, gpu_memory=gpu_memory, tokens=uptrain_tokens)
     if spec.unread:
         price, training = {}, {"unpriced": "", "sets": {}}
@@ -354,7 +359,12 @@ def _conversion(model: Description, after: int) -> dict[str, float]:
 
 
 def _calibration(
-    model: Description, decided: Plan, gpu_memory: float, gpus: int, tokens: int
+    model: Description,
+    decided: Plan,
+    gpu_memory: float,
+    gpus: int,
+    tokens: int,
+    fit: ReconstructConfig | None,
 ) -> dict[str, Any]:
     """The price of calibrating and fitting."""
     if all(module.unchanged for module in decided.modules):
@@ -370,6 +380,7 @@ def _calibration(
         gpu_memory=gpu_memory,
         gpus=gpus,
         tokens=tokens,
+        fit=fit,
         itemsize=itemsize,
     )
     return price | ({"recordings": recordings} if recordings else {})

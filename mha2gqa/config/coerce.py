@@ -182,7 +182,7 @@ def _items(kinds: tuple[Any, ...], value: Any, bounds: Range | None) -> tuple[An
     return tuple(found)
 
 
-def _config(kind: type, value: Any) -> Any:
+def _config(kind: Any, value: Any) -> Any:
     if isinstance(value, kind):
         return value
     if not isinstance(value, Mapping):
@@ -193,7 +193,7 @@ def _config(kind: type, value: Any) -> Any:
         if name not in names:
             near = difflib.get_close_matches(str(name)[:100], names, 1, 0.5)
             raise Invalid(f"must hold keys such as {near[0] if near else names[0]}")
-    return kind(**value)
+    return kind.typed(value)
 
 
 def is_removed(kind: Any, name: str, value: Any) -> bool:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from .coerce import Bytes
 from .convert import ConvertConfig
-from .option import ADVANCED, CLI, OUTPUT, WHAT, Config, option
+from .option import ADVANCED, CLI, OUTPUT, WHAT, Config, OptionError, option
+from .reconstruct import Effort, ReconstructConfig, effort_conflicts, with_effort
 
 Engine = Literal["gguf", "ct2", "onnx"]
 Decoder = Literal["transformers", "llama.cpp", "vllm"]
@@ -86,6 +88,17 @@ class PlanConfig(Config):
         where=(CLI,),
         range=">= 1",
     )
+    effort: Effort | None = option(
+        None, "As convert has it, for its price.", ADVANCED, where=(CLI,), unset="normal"
+    )
+    fit: ReconstructConfig | Mapping[str, Any] | None = option(
+        None,
+        "As convert has it, for its price.",
+        ADVANCED,
+        metavar="KEY=VALUE",
+        where=(CLI,),
+        unset="see --fit help",
+    )
     uptrain_tokens: int = option(
         1_000_000_000,
         "Budget of uptraining, for its price.",
@@ -110,6 +123,16 @@ class PlanConfig(Config):
         where=(CLI,),
         unset="main",
     )
+
+    def conflicts(self) -> Iterator[OptionError]:
+        """As `convert` has them."""
+        if isinstance(self.fit, ReconstructConfig):
+            yield from effort_conflicts(self.effort, self.fit)
+
+    @property
+    def fitting(self) -> ReconstructConfig | None:
+        """As `convert` has it."""
+        return with_effort(self.effort, self.fit if isinstance(self.fit, ReconstructConfig) else None)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from .coerce import Bytes
 from .option import ADVANCED, CALIBRATION, CLI, OUTPUT, WHAT, OptionError, option
 from .pair_options import GENERATE, PairConfig
-from .reconstruct import ReconstructConfig
+from .reconstruct import EFFORT_HELP, Effort, ReconstructConfig, effort_conflicts, with_effort
 
 Method = Literal["mean", "first", "random", "align", "joint"]
 Attention = Literal["self", "cross"]
@@ -123,6 +123,7 @@ class ConvertConfig(PairConfig):
         CALIBRATION,
         unset="on with calibration text",
     )
+    effort: Effort | None = option(None, EFFORT_HELP, CALIBRATION, unset="normal")
     fit: ReconstructConfig | Mapping[str, Any] | None = option(
         None,
         "Settings of refit and reconstruct, such as steps=300. `--fit help` lists them.",
@@ -179,10 +180,17 @@ class ConvertConfig(PairConfig):
             yield OptionError(
                 "calibration", "generate stands alone", "give generate, or files, or ./generate for a file"
             )
+        if isinstance(self.fit, ReconstructConfig):
+            yield from effort_conflicts(self.effort, self.fit)
         if not self.has_text:
             for name in ("refit", "reconstruct"):
                 if getattr(self, name):
                     yield OptionError(name, "needs text", "give `calibration`")
+
+    @property
+    def fitting(self) -> ReconstructConfig | None:
+        """How the fits work, as `effort` and `fit` say; None where neither does."""
+        return with_effort(self.effort, self.fit if isinstance(self.fit, ReconstructConfig) else None)
 
     @property
     def has_text(self) -> bool:

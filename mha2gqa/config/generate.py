@@ -48,7 +48,7 @@ def keywords() -> str:
         "from .convert import Attention, Method",
         "from .evaluate import Bos, Metric, Protocol",
         "from .pair_options import Targets, Task",
-        "from .reconstruct import ReconstructConfig",
+        "from .reconstruct import Effort, ReconstructConfig",
         "from .uptrain import Objective, Residual, Schedule, Train",
     ]
     for name, (kinds, without) in TYPED.items():

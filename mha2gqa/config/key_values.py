@@ -45,7 +45,7 @@ def read_fit(texts: Sequence[str]) -> ReconstructConfig | None:
         item = keys(ReconstructConfig)[key]
         values[item.name], typed[item.name] = _value(item, value, place), place
     try:
-        return ReconstructConfig(**values) if values else None
+        return ReconstructConfig.typed(values) if values else None
     except OptionError as error:
         raise error.at(typed.get(error.name, "--fit")) from error
 

@@ -9,7 +9,7 @@ from .coerce import Bytes, Steps
 from .convert import Attention, Method
 from .evaluate import Bos, Metric, Protocol
 from .pair_options import Targets, Task
-from .reconstruct import ReconstructConfig
+from .reconstruct import Effort, ReconstructConfig
 from .uptrain import Objective, Residual, Schedule, Train
 
 
@@ -37,6 +37,7 @@ class ConvertKeywords(TypedDict, total=False):
     grouping: str | None
     refit: bool | None
     reconstruct: bool | None
+    effort: Effort | None
     fit: ReconstructConfig | Mapping[str, Any] | None
     max_shard_size: Bytes | None
     keep: tuple[str, ...]

@@ -14,7 +14,7 @@ import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 from ..errors import UsageError
 from .coerce import Invalid, Range, coerce, short, unknown_key
@@ -229,6 +229,19 @@ class Config:
     def conflicts(self) -> Iterator[OptionError]:
         """Options that exclude or need each other."""
         yield from ()
+
+    @property
+    def given(self) -> frozenset[str]:
+        """Names of the fields that were asked for: those that were typed, else those that differ from their defaults."""
+        typed: frozenset[str] | None = self.__dict__.get("_typed")
+        return frozenset(self.changed()) if typed is None else typed
+
+    @classmethod
+    def typed(cls, values: Mapping[str, Any]) -> Self:
+        """An instance that remembers which fields were given, those at their default included."""
+        made = cls(**values)
+        object.__setattr__(made, "_typed", frozenset(values))
+        return made
 
     def changed(self) -> dict[str, Any]:
         """The fields that differ from their defaults."""

@@ -6,7 +6,20 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
+from .coerce import short
 from .option import CALIBRATION, RECIPE, Config, OptionError, option
+
+Effort = Literal["quick", "normal", "thorough"]
+# What a word for the effort sets; all else stays as it is.
+EFFORTS: Mapping[Effort, Mapping[str, Any]] = {
+    "quick": {"steps": 300},
+    "normal": {},
+    "thorough": {"train": "layer"},
+}
+EFFORT_HELP = (
+    "How hard the fits try: quick makes 300 steps a layer in place of 1,000, thorough trains all parameters of each "
+    "decoder layer in place of its attention projections alone. `plan` prices each."
+)
 
 
 @dataclass(frozen=True)
@@ -133,3 +146,27 @@ class ReconstructConfig(Config):
     def for_window(self, window: int) -> ReconstructConfig:
         """A copy with a `batch_size`: as it is, or as many blocks of `window` tokens as `batch_tokens` holds."""
         return replace(self, batch_size=self.batch_size or max(1, self.batch_tokens // window))
+
+
+def effort_conflicts(effort: Effort | None, fit: ReconstructConfig | None) -> Iterator[OptionError]:
+    """Settings of the fits that a word for the effort sets, too."""
+    decided = {key for words in EFFORTS.values() for key in words}
+    both = sorted(decided & fit.given) if effort is not None and fit is not None else []
+    if both:
+        names = " and ".join(f"{name}=" for name in both)
+        yield OptionError("effort", f"decides what `fit` gives, too: {names}", "leave one of them out")
+
+
+def with_effort(effort: Effort | None, fit: ReconstructConfig | None) -> ReconstructConfig | None:
+    """The settings of the fits with what a word for the effort sets; None where nothing is asked.
+
+    Raises:
+        OptionError: No such word, or the settings have what it sets.
+    """
+    if effort is None:
+        return fit
+    if effort not in EFFORTS:
+        raise OptionError("effort", f"must be one of {', '.join(EFFORTS)}, not {short(effort)}")
+    for conflict in effort_conflicts(effort, fit):
+        raise conflict
+    return replace(fit or ReconstructConfig(), **EFFORTS[effort])

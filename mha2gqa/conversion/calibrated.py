@@ -22,6 +22,7 @@ from ..checkpoints.reader import Checkpoint
 from ..checkpoints.streaming import ResidentLayers
 from ..config.convert import DEFAULT_METHOD, ConvertConfig
 from ..config.given import require_model
+from ..config.reconstruct import Effort, with_effort
 from ..config.signature import names_in_python
 from ..progress import Callback, Progress, reporting
 from ..reconstruct import ReconstructConfig
@@ -68,7 +69,9 @@ def calibrate(
     fitted, warnings = options.fitted(bool(options.texts)), list[str]()
     options.how(plan)
     if options.fit is not None and fitted is None:
-        warnings.append("no module is fitted, for want of calibration data or as asked: --fit is left alone")
+        warnings.append(
+            "no module is fitted, for want of calibration data or as asked: --fit is left alone, and --effort"
+        )
     if options.statistics and plan.method not in CALIBRATED:
         options = replace(options, statistics=None)
         warnings.append(f"method {plan.method} uses no statistics: --statistics is left alone")
@@ -142,6 +145,7 @@ def convert_model(
     refit: bool | None = None,
     reconstruct: bool | None = None,
     fit: ReconstructConfig | None = None,
+    effort: Effort | None = None,
     seed: int = 0,
     as_: str = "auto",
     attention: Sequence[str] = ATTENTION,
@@ -162,6 +166,7 @@ def convert_model(
         groupings: Which heads share, by module path, instead of `grouping`.
         refit, reconstruct: Stages after merging; on with calibration.
         fit: How hard those two try.
+        effort: The same in a word: `quick`, `normal` or `thorough`.
         seed: For methods that draw numbers, and the order of blocks.
         as_: As `convert` takes it: which architecture the result is written in.
         attention: Kinds of decoder attention to share (`self`, `cross`), of those the model has.
@@ -188,7 +193,7 @@ def convert_model(
         grouping=grouping if groupings is None else "given",
         refit=refit,
         reconstruct=reconstruct,
-        fit=fit or ReconstructConfig(),
+        fit=with_effort(effort, fit) or ReconstructConfig(),
         device=str(device),
         seed=seed,
     )

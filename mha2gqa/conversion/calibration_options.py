@@ -74,7 +74,7 @@ class CalibrationOptions:
             "given" if given else config.grouping,
             config.refit,
             config.reconstruct,
-            config.fit if isinstance(config.fit, ReconstructConfig) else None,
+            config.fitting,
             config.device,
             config.seed,
             config.trust_remote_code,

@@ -115,8 +115,9 @@ def _calibration_lines(price: Data) -> Iterable[Block]:
     text = f"{human_count(price['tokens'])} tokens"
     if recordings := price.get("recordings"):
         text = f"at most {recordings:,} recordings ({human_count(price['tokens'])} encoder positions)"
+    whole = ", all parameters of a layer trained" if price.get("trained") == "layer" else ""
     yield Line(
-        f"Calibrating on {text}{on}, layer by layer: up to {duration(fits['seconds'])} on "
+        f"Calibrating on {text}{on}, layer by layer{whole}: up to {duration(fits['seconds'])} on "
         f"a card like an H100, {duration(closed['seconds'])} with --no-reconstruct. In use at the peak: "
         f"{human_bytes(fits['device_bytes'])} of GPU memory ({human_bytes(fits['device_bytes_cached'])} with what PyTorch "
         f"caches), {human_bytes(price['host_bytes'])} of host memory or disk, {human_bytes(price['disk_bytes'])} of disk "

@@ -26,14 +26,8 @@ FITS: dict[str, tuple[bool, bool, dict[str, Any]]] = {
     "e2e": (True, True, {}),  # then all layers together, over more text: see `E2E_TOKENS`
 }
 E2E_TOKENS = 4_194_304
-PLAIN_FITS = (
-    "merged",
-    "refit",
-    "fits",
-    "fits100",
-    "fits300",
-    "e2e",
-)  # share one rate; others are ways to fit of their own
+# They share one rate; the others are ways to fit of their own.
+PLAIN_FITS = ("merged", "refit", "fits", "fits100", "fits300", "e2e")
 # Rates that tuning tries, alike for every start.
 RATES = {
     "fit": (1.5e-3, 3e-3, 6e-3),
@@ -180,14 +174,13 @@ def text_tuning(g: int, wide: Sequence[int], tokens: int) -> list[Cell]:
     return [*mixed, *(replace(cell, wide=r) for r in wide for cell in mixed), *alone]
 
 
-def other_fits(groups: Sequence[int], tokens: int) -> list[Cell]:
+def other_fits(groups: Sequence[int], tokens: int, seeds: Sequence[int]) -> list[Cell]:
     """Ways to fit beside the plain one: rates at the first G, then fits, distillation and the mixture at each."""
     cells = []
     for name in (name for name in FITS if name not in PLAIN_FITS):
         fit = Cell("joint", groups[0], name)
         cells += [replace(fit, part="tuning", tunes="fit", rate=rate) for rate in RATES["fit"]]
-        for n in groups:
-            made = replace(fit, groups=n)
+        for made in (replace(fit, groups=n, seed=seed) for seed in seeds for n in groups):
             cells += [made, *(replace(made, objective=kind, tokens=tokens) for kind in ("kd", "mix"))]
     return cells
 
@@ -255,7 +248,7 @@ def planned(
     taught = [row(n, small) for n in dict.fromkeys((*bold, *groups)) for row in (_taught, _mixed)]
     taught += [replace(c, wide=r) for c in taught for r in wide[:1] if c.groups in bold and c.groups % r == 0]
     cells += [replace(c, batch=STEP_TOKENS) for c in taught]
-    cells += other_fits(list(dict.fromkeys((*bold, *groups))), small)
+    cells += other_fits(list(dict.fromkeys((*bold, *groups))), small, seeds)
     cells += _rest(num_kv_heads, groups, wide, alphas, seeds, bold)
     return list({cell.key: cell for cell in cells}.values())
 

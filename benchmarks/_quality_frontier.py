@@ -18,7 +18,13 @@ NOT_RUN = "not run"
 OBJECTIVES = {"kd": "distilled", "mix": "half distilled, half text,"}
 SEED = re.compile(r"/seed\d+$")
 STEPS_OF_FITS = {"", *PLAIN_FITS} - {"e2e"}
-WAYS = {"e2e": "end to end on 4.2M tokens"}  # what the other fits are called
+# What the other fits are called.
+WAYS = {"e2e": "end to end on 4.2M tokens", "layer": "whole layers trained", "fits1340": "1,340 steps"}
+WAYS |= {"layer300": "whole layers trained, 300 steps", "layer2000": "whole layers trained, 2,000 steps"}
+WAYS |= {
+    "layer03": "whole layers trained, the rest slower",
+    "layer30": "whole layers trained, the rest faster",
+}
 
 Rows = Mapping[str, Sequence[Mapping[str, Any]]]  # by key without the seed
 

@@ -138,7 +138,7 @@ def recipe_of(args: argparse.Namespace) -> tuple[int, float, int, int]:
     """Steps, peak rate, blocks a step and window: the original's, where no option says otherwise."""
     stored = json.loads((args.model / "train.json").read_text())
     size, window, steps = args.batch or stored["batch"], args.window or stored["T"], args.steps
-    if args.passes:
+    if args.passes and not steps:
         steps = round(args.passes * len(token_stream(args)) / (size * window))
     return steps or stored["steps"], args.lr or stored["lr"], size, window
 

@@ -58,7 +58,7 @@ def command(
     words += ["--window", str(args.window), "--holdout", "0", "--device", args.device]
     words += ["--save-steps", "1000000", "--logging-steps", "2"]
     launch = [sys.executable, "-m"]
-    if args.processes > 1:
+    if args.processes > 1 or args.torchrun:
         launch += ["torch.distributed.run", "--standalone", f"--nproc_per_node={args.processes}", "-m"]
     return [*launch, "mha2gqa", "-v", "uptrain", *words, *own], own
 
@@ -139,6 +139,7 @@ def main() -> None:
     parser.add_argument("--batch-tokens", type=int, default=16_384)
     parser.add_argument("--window", type=int, default=2048)
     parser.add_argument("--processes", type=int, default=1, help="processes under torchrun")
+    parser.add_argument("--torchrun", action="store_true", help="also where there is one process (fsdp needs it)")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--seconds", type=float, default=300, help="stop after so long")
     parser.add_argument("--name", required=True, help="of the row")

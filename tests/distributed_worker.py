@@ -41,6 +41,7 @@ def pretend_gpus() -> None:
     """accelerate shards only on accelerators: let it take these CPU processes for some."""
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType
+    from torch.distributed.fsdp import CPUOffloadPolicy
 
     build = run.build_arguments
 
@@ -48,6 +49,8 @@ def pretend_gpus() -> None:
         arguments = build(*args, **more)
         assert arguments.device.type == "cpu"
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+        if (arguments.fsdp_plugin_args or {}).get("cpu_offload"):  # there is no driver that could pin memory
+            arguments.fsdp_plugin_args["cpu_offload"] = CPUOffloadPolicy(pin_memory=False)
         return arguments
 
     run.build_arguments = built

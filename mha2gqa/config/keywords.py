@@ -109,6 +109,7 @@ class UptrainKeywords(TypedDict, total=False):
     teacher: str | None
     temperature: float
     ce_weight: float
+    teacher_dtype: TeacherDtype | None
     teacher_top_k: int | None
     teacher_cache: str | None
     train: Train
@@ -212,6 +213,7 @@ class TrainModelKeywords(TypedDict, total=False):
     dropout: float
     temperature: float
     ce_weight: float
+    teacher_dtype: TeacherDtype | None
     teacher_top_k: int | None
     teacher_cache: str | None
     train: Train

@@ -16,6 +16,7 @@ Train = Literal["all", "attention", "lora", "qlora"]
 Objective = Literal["auto", "next-token", "span-corruption", "pairs"]
 Schedule = Literal["linear", "cosine", "wsd", "inverse_sqrt", "constant"]
 Residual = Literal["float32", "bfloat16"]
+TeacherDtype = Literal["int8"]
 
 
 @dataclass(frozen=True)
@@ -149,6 +150,12 @@ class UptrainConfig(PairConfig):
     ce_weight: float = option(
         0.0, "Share of the next-token loss beside distillation.", TEACHER, range=">= 0, <= 1"
     )
+    teacher_dtype: TeacherDtype | None = option(
+        None,
+        "int8: the teacher's linear layers in 8 bits, with a scale for each row: half the memory.",
+        TEACHER,
+        unset="bfloat16 on a GPU, float32 on a CPU",
+    )
     teacher_top_k: int | None = option(
         None,
         "Run the teacher once over the training blocks, beforehand, and keep the k likeliest tokens of each "
@@ -247,6 +254,8 @@ class UptrainConfig(PairConfig):
             yield OptionError("data_weights", "excludes `streaming`", "leave one of them out")
         if self.teacher_top_k is not None and self.teacher == "none":
             yield OptionError("teacher_top_k", "requires a teacher", "leave out `teacher` none")
+        if self.teacher_dtype is not None and self.teacher == "none":
+            yield OptionError("teacher_dtype", "requires a teacher", "leave out `teacher` none")
         if self.teacher_cache is not None and self.teacher_top_k is None:
             yield OptionError("teacher_cache", "requires `teacher_top_k`", "64 is usual")
 

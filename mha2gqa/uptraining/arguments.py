@@ -14,6 +14,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.integrations.integration_utils import get_reporting_integration_callbacks
 from transformers.training_args import OptimizerNames
 
+from ..checkpoints.json_files import read_json
 from ..config import OptionError, UptrainConfig
 from ..distributed import is_launched, world_size
 from ..errors import UsageError
@@ -118,6 +119,32 @@ def micro_batch(budget: Budget, world: int, device: str, given: int | None) -> i
     return max(n for n in range(1, own + 1) if own % n == 0 and (n <= limit or n == 1))
 
 
+def offloads(extra: Mapping[str, Any]) -> bool:
+    """Whether FSDP keeps weights, gradients and optimiser on the host.
+
+    Args:
+        extra: TrainingArguments as given.
+
+    Raises:
+        UsageError: The file of `fsdp_config` cannot be read.
+    """
+    config = extra.get("fsdp_config") or {}
+    if isinstance(config, str):
+        config = read_json(Path(config), fix="give a JSON file, or the settings themselves")
+    asked = config.get("cpu_offload") or config.get("fsdp_cpu_offload") or "offload" in str(extra.get("fsdp"))
+    return bool(extra.get("fsdp") and asked)
+
+
+def backend(on_cpu: bool, offload: bool) -> str | None:
+    """What the processes talk through; None leaves the choice to accelerate.
+
+    NCCL alone could not sum the norms of gradients that are on the host.
+    """
+    if on_cpu:
+        return "gloo" if world_size() > 1 else None
+    return "cuda:nccl,cpu:gloo" if offload else None
+
+
 def build_arguments(
     config: UptrainConfig, budget: Budget, folder: Path, default_rate: float, evaluates: bool
 ) -> TrainingArguments:
@@ -158,7 +185,7 @@ def build_arguments(
         "report_to": "none",
         "disable_tqdm": True,
         "ddp_timeout": 7200,
-        "ddp_backend": "gloo" if on_cpu and world_size() > 1 else None,
+        "ddp_backend": backend(on_cpu, offloads(extra)),
         "ddp_find_unused_parameters": False,
         "dataloader_num_workers": 0,
         "logging_nan_inf_filter": False,  # a bad loss stops the run; it is never papered over

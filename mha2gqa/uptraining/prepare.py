@@ -179,6 +179,7 @@ def prepare_in_memory(config: UptrainConfig, model: Any, window: int | None, dis
     """
     for name, value, wrong in (
         ("train", config.train, config.train != "all"),
+        ("teacher_dtype", config.teacher_dtype, config.teacher_dtype is not None),
         ("teacher_top_k", config.teacher_top_k, config.teacher_top_k is not None),
     ):
         if wrong:
@@ -311,12 +312,14 @@ def _check_distillation(run: PreparedRun) -> None:
     unused = (
         ("temperature", config.temperature, config.temperature != 1),
         ("ce_weight", config.ce_weight, 0 < config.ce_weight < 1),
+        ("teacher_dtype", config.teacher_dtype, config.teacher_dtype is not None),
         ("teacher_top_k", config.teacher_top_k, config.teacher_top_k is not None),
     )
     for name, value, given in unused:
         if given and not run.distils:
+            said = value if isinstance(value, str) else f"{value:g}"
             raise UsageError(
-                "requires a teacher", where=f"{name} {value:g}", fix=f"give teacher, or leave {name} out"
+                "requires a teacher", where=f"{name} {said}", fix=f"give teacher, or leave {name} out"
             )
     if config.teacher_top_k is None:
         return

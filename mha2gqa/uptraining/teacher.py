@@ -14,6 +14,7 @@ from ..checkpoints.loading import load_model
 from ..errors import UsageError
 from ..lm_head import ChunkedLogits, LMHead
 from .distributed_training import whole_models
+from .eight_bits import round_to_eight_bits
 from .prepare import PreparedRun
 
 # What a model may be given of a batch.
@@ -161,14 +162,18 @@ def load_teacher(run: PreparedRun, args: Any, student: Any, tokens: int) -> Teac
         tokens: Size of the shared tokenizer.
 
     Raises:
-        UsageError: See `check_teacher`.
+        UsageError: See `check_teacher` and `round_to_eight_bits`.
     """
     assert run.teacher is not None
     dtype = torch.bfloat16 if args.bf16 else torch.float32
     consent = run.config.trust_remote_code
+    narrow = run.config.teacher_dtype == "int8"
     with whole_models(args):
-        original = load_model(run.teacher.name, dtype=dtype, device=args.device, trust_remote_code=consent)
+        place = "cpu" if narrow else args.device
+        original = load_model(run.teacher.name, dtype=dtype, device=place, trust_remote_code=consent)
     widths = check_teacher(student, original, tokens)
     if widths.note is not None:
         run.warn(widths.note)
+    if narrow:
+        round_to_eight_bits(original, args.device, f"teacher {run.teacher.name}")
     return Teacher(original)

@@ -293,5 +293,5 @@ def _identity(run: PreparedRun, args: Any, student_width: int, tokens: int) -> I
         width,
         run.budget.window,
         config.isolate_documents,
-        "bfloat16" if args.bf16 else "float32",
+        config.teacher_dtype or ("bfloat16" if args.bf16 else "float32"),
     )

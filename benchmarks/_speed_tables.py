@@ -175,7 +175,7 @@ def uptrain_large(record: Record) -> str:
     """Uptraining of large models: speed and memory of the product's own command."""
     lines = [
         [
-            f"`--train {row['train']}`" + (", compiled" if "--torch-compile" in row["options"] else ""),
+            f"`--train {row['train']}`" + "".join(_beside(row["options"])),
             _optimiser(row["options"]),
             f"{row['processes']} x {row['gpu']}",
             f"{row['batch_tokens']:,}",
@@ -186,11 +186,18 @@ def uptrain_large(record: Record) -> str:
     ]
     row = record["rows"][0]
     about = (
-        f"{row['layers']} layers of {row['shape']}, GQA-{row['groups']} with the original as teacher in bfloat16, random "
-        f"weights, windows of {row['window']:,}.\n\nMeasured on: {measured_on(record)}."
+        f"{row['layers']} layers of {row['shape']}, GQA-{row['groups']} with the original as teacher (bfloat16 unless the row says so), "
+        f"random weights, windows of {row['window']:,}.\n\nMeasured on: {measured_on(record)}."
     )
     head = ["", "optimiser", "GPUs", "tokens a step", "tokens/s", "GiB of each GPU"]
     return f"{about}\n\n{markdown(head, lines)}"
+
+
+def _beside(options: Sequence[str]) -> list[str]:
+    """What a row of uptraining has beside its parameter set."""
+    marks = {"--torch-compile": "compiled", "int8": "teacher in 8 bits", "cpu_offload": "offload"}
+    marks["fsdp=true"] = "FSDP2"
+    return [f", {said}" for mark, said in marks.items() if any(mark in option for option in options)]
 
 
 def _optimiser(options: Sequence[str]) -> str:

@@ -139,7 +139,9 @@ def main() -> None:
     parser.add_argument("--batch-tokens", type=int, default=16_384)
     parser.add_argument("--window", type=int, default=2048)
     parser.add_argument("--processes", type=int, default=1, help="processes under torchrun")
-    parser.add_argument("--torchrun", action="store_true", help="also where there is one process (fsdp needs it)")
+    parser.add_argument(
+        "--torchrun", action="store_true", help="also where there is one process (fsdp needs it)"
+    )
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--seconds", type=float, default=300, help="stop after so long")
     parser.add_argument("--name", required=True, help="of the row")

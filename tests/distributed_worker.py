@@ -1,6 +1,6 @@
 """One process of the distributed tests: distributed_worker.py FOLDER…; rank 0 writes JSON into each.
 
-A folder's name is the mode that is tried in it: ddp, fsdp or zero3.
+A folder's name is the mode that is tried in it: ddp, fsdp, offload or zero3.
 """
 
 from __future__ import annotations
@@ -30,6 +30,12 @@ IN_MEMORY = {
     "device": "cpu",
     "learning_rate": 3e-3,
     "logging_steps": 1,
+}
+
+
+OF_MODE: dict[str, dict[str, Any]] = {  # what a run from a checkpoint tries along with it
+    "ddp": {"streaming": True},
+    "offload": {"teacher_dtype": "int8"},
 }
 
 
@@ -73,11 +79,11 @@ def in_memory(**more: Any) -> list[float]:
     return [e["loss"] for e in result.losses["train"]] + [e["eval_loss"] for e in result.losses["held_out"]]
 
 
-def from_checkpoint(folder: Path, **more: Any) -> dict[str, Any]:
-    """Killed at step 5 of 6, resumed from step 4, published."""
+def from_checkpoint(folder: Path, begun: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """Killed at step 5 of 6 (`begun`: what was set until then), resumed from step 4, published."""
     accept, SpikeGuard.accept = killed_at(5)
     try:
-        uptrain(folder / "gqa", folder / "up", folder / "text.jsonl", **RUN, **more)
+        uptrain(folder / "gqa", folder / "up", folder / "text.jsonl", **RUN, **(more | begun))
     except Killed:
         SpikeGuard.accept = accept
     result = uptrain(folder / "gqa", folder / "up", folder / "text.jsonl", **RUN, **more)
@@ -109,14 +115,20 @@ def guarded(factor: float) -> list[int] | str:
 
 def try_mode(mode: str, place: Path) -> None:
     """Train in memory and from a checkpoint, and where nothing is sharded meet a spike and a NaN."""
-    sharded: dict[str, Any] = {"fsdp": True} if mode == "fsdp" else {}
-    if sharded:
+    sharded: dict[str, Any] = {}
+    if mode in ("fsdp", "offload"):
         pretend_gpus()
+        sharded = {"fsdp": True}
+    begun = (
+        {"fsdp_config": {"cpu_offload": True}} if mode == "fsdp" else {}
+    )  # on the host, until it was killed
+    if mode == "offload":
+        sharded["fsdp_config"] = {"cpu_offload": True}
     if mode == "zero3":
         sharded = {"deepspeed": str(Path(__file__).parents[1] / "examples" / "deepspeed_zero3.json")}
     found = {
         "in memory": in_memory(ddp_backend="gloo", **sharded),
-        "checkpoint": from_checkpoint(place, streaming=mode == "ddp", ddp_backend="gloo", **sharded),
+        "checkpoint": from_checkpoint(place, begun, ddp_backend="gloo", **OF_MODE.get(mode, {}), **sharded),
     }
     if mode == "ddp":
         trainer.SpikeGuard = partial(SpikeGuard, warmup=2)  # type: ignore[misc, assignment]

@@ -73,7 +73,7 @@ def test_linear_layers_of_both_kinds_are_rounded_and_the_head_is_not():
 
 def test_it_teaches_what_its_rounded_weights_teach(models, tmp_path):
     """Against a float teacher of the very weights that 8 bits hold, and near the one that was rounded."""
-    original, student, text = models
+    _, student, text = models
     eight = uptrain(student, tmp_path / "eight", text, teacher_dtype="int8", **RUN)
     whole = uptrain(student, tmp_path / "whole", text, **RUN)
     model = pico_llama()

@@ -11,7 +11,14 @@ from families import llama_shape
 
 from mha2gqa.commands.describe import describe
 from mha2gqa.commands.estimate import plan
-from mha2gqa.commands.training_price import Sizes, device_bytes, sizes_of, tokens_per_second
+from mha2gqa.commands.training_price import (
+    Sizes,
+    Way,
+    device_bytes,
+    host_bytes,
+    sizes_of,
+    tokens_per_second,
+)
 from mha2gqa.conversion.plan import plan_conversion
 from mha2gqa.report.training import price_table
 
@@ -37,8 +44,9 @@ def test_training_of_a_billion_costs_what_was_measured_within_half(
 ) -> None:
     found, teacher = sizes(tmp_path, row["shape"], row["groups"], row["window"]), row["objective"] == "kd"
     assert found.total == row["parameters"]
-    need = device_bytes(found, "all", row["gpus"], row["micro_batch"] * row["window"], teacher=teacher)
-    speed = tokens_per_second(found, "all", row["gpus"], teacher)
+    way = Way(teacher="bfloat16" if teacher else None)
+    need = device_bytes(found, "all", row["gpus"], row["micro_batch"] * row["window"], way)
+    speed = tokens_per_second(found, "all", row["gpus"], way)
     for said, measured in ((need / 2**30, row["memory_gib"]), (speed, row["tokens_per_second"])):
         assert measured / 1.5 <= said <= measured * 1.5
 
@@ -48,14 +56,21 @@ def test_training_of_7b_with_its_teacher_costs_what_was_measured_within_half(
     row: dict[str, Any], tmp_path: Path
 ) -> None:
     found = sizes(tmp_path, row["shape"], row["groups"], row["window"])
-    optim = next((x.removeprefix("optim=") for x in row["options"] if x.startswith("optim=")), None)
-    blocks = int(next(x for x in row["options"] if x.startswith("per_device_")).partition("=")[2])
-    need = device_bytes(
-        found, row["train"], row["processes"], blocks * row["window"], optim or "adamw_torch_fused",
-        compiled="--torch-compile" in row["options"],
-    )  # fmt: skip
-    speed = tokens_per_second(found, row["train"], row["processes"])
-    for said, measured in ((need / 2**30, row["gpu_gib"]), (speed, row["tokens_per_second"])):
+    options = dict(x.partition("=")[::2] for x in row["options"] if "=" in x)
+    words = row["options"]
+    way = Way(
+        options.get("optim", "adamw_torch_fused"),
+        "int8" if "int8" in words else "bfloat16",
+        "cpu_offload" in options.get("fsdp_config", ""),
+    )
+    micro = int(options["per_device_train_batch_size"]) * row["window"]
+    gpus = row["processes"]
+    need = device_bytes(found, row["train"], gpus, micro, way, compiled="--torch-compile" in words)
+    speed = tokens_per_second(found, row["train"], gpus, way, micro, row["batch_tokens"])
+    pairs = [(need / 2**30, row["gpu_gib"]), (speed, row["tokens_per_second"])]
+    if "host_anonymous_gib" in row:
+        pairs.append((host_bytes(found, row["train"], gpus, way) / 2**30, row["host_anonymous_gib"]))
+    for said, measured in pairs:
         assert measured / 1.5 <= said <= measured * 1.5
 
 
@@ -65,6 +80,7 @@ def test_less_is_trained_or_kept_the_less_it_costs(tmp_path: Path) -> None:
         (name, price["optim"], price["gpus"]): price
         for name, row in found["sets"].items()
         for price in row["prices"]
+        if price["teacher_dtype"] == "bfloat16" and not price["offload"]
     }
     one = {name: by_name[(name, "adamw_torch_fused", 1)] for name in found["sets"]}
     assert one["all"]["blocks"] == 0 and one["all"]["hours"] is None
@@ -78,8 +94,11 @@ def test_less_is_trained_or_kept_the_less_it_costs(tmp_path: Path) -> None:
     lora = one["lora"]
     assert lora["hours"] == pytest.approx(10**8 / lora["tokens_per_second"] / 3600, rel=0.01)
     rows = price_table(found).rows
-    assert not any(row[0] == "all" and row[2] == "1" for row in rows)
-    assert any(row[:3] == ["lora", "adamw_torch_fused", "1"] for row in rows)
+    assert not any(row[0] == "all" and row[2] == "1" and row[1] != "offload" for row in rows)
+    assert any(row[:3] == ["lora", "", "1"] for row in rows)
+    assert any(row[:3] == ["lora", "teacher int8", "1"] for row in rows)
+    assert [row[2] for row in rows if row[:2] == ["all", "offload"]] == ["1", "2"]  # 7B whole, on one card
+    assert not any(row[0] in ("lora", "qlora") and row[1] == "offload" for row in rows)
 
 
 def test_student_and_teacher_are_shared_out(tmp_path: Path) -> None:
@@ -87,8 +106,27 @@ def test_student_and_teacher_are_shared_out(tmp_path: Path) -> None:
     one, two = (device_bytes(found, "all", n, 0) for n in (1, 2))
     # float32 weight, gradient and moments and the bf16 teacher by half, and no copies of whole weights.
     assert one - two == pytest.approx(found.total * (16 / 2 + 2) + found.teacher * 2 / 2)
-    without = device_bytes(found, "all", 2, 0, teacher=False)
+    without = device_bytes(found, "all", 2, 0, Way(teacher=None))
     assert two - without == found.teacher
+
+
+def test_a_teacher_in_8_bits_takes_half_of_its_linear_layers(tmp_path: Path) -> None:
+    found = sizes(tmp_path, "7b", 8, 2048)
+    layers = 32 * (4 * 4096 * 4096 + 3 * 4096 * 11008)  # embedding and head stay
+    assert found.rounded == layers
+    wide, narrow = (device_bytes(found, "lora", 1, 0, Way(teacher=t)) for t in ("bfloat16", "int8"))
+    assert wide - narrow == layers
+
+
+def test_offload_trades_the_device_for_the_host_and_time(tmp_path: Path) -> None:
+    found, away = sizes(tmp_path, "7b", 8, 2048), Way(offload=True)
+    layer = found.trained["attention"] // 32 + 3 * 4096 * 11008 + 2 * 4096
+    assert found.unit == layer
+    here = device_bytes(found, "all", 2, 0) - device_bytes(found, "all", 2, 0, away)
+    assert here == pytest.approx(16 * found.total / 2 - 12 * layer)
+    assert host_bytes(found, "all", 2, away) == 16 * found.total
+    slow, fast = (tokens_per_second(found, "all", 2, away, 2048 * n) for n in (1, 8))
+    assert slow < fast < tokens_per_second(found, "all", 2)
 
 
 def test_layers_that_are_not_compiled_keep_more(tmp_path: Path) -> None:

@@ -113,13 +113,16 @@ def test_values_of_set_are_refused_as_they_were_typed(error, tmp_path, word, mes
         ({"optim": "foo"}, "training arguments: foo is not a valid OptimizerNames"),
         ({"report_to": "foo"}, "training arguments: foo is not supported"),
         ({"seed": -1}, "seed: must be >= 0"),
+        ({"fsdp": True, "fsdp_config": "{cpu_offload}"}, "fsdp_config '{cpu_offload}': is not JSON"),
         ({"training_args": {"seed": 5}}, "seed: is an option of uptrain itself"),
     ],
 )
-def test_values_that_cannot_be_used_in_python(models, tmp_path, options, message):
+def test_values_that_cannot_be_used_in_python(models, tmp_path, monkeypatch, options, message):
     """Refused by name, where they were taken for the default, did nothing, or failed later with a traceback."""
     from mha2gqa.uptraining import uptrain
 
+    if "fsdp" in options:
+        monkeypatch.setenv("RANK", "0")
     words = {"tokens": 256, "window": 16, "batch_tokens": 64, "device": "cpu"} | options
     with pytest.raises(UsageError) as caught:
         uptrain(models[1], tmp_path / "up", models[2], **words)
@@ -196,6 +199,20 @@ def test_deepspeed_that_is_not_installed(error, monkeypatch):
     assert "deepspeed: needs the package deepspeed; pip install deepspeed" in error(
         "--tokens=256", "--set", "deepspeed=zero3.json", code=2
     )
+
+
+@pytest.mark.parametrize(
+    ("value", "code", "message"),
+    [
+        ('{"cpu_offload": tru}', 2, "fsdp_config cpu_offload: must be true or false, not 'tru'"),
+        ("nowhere.json", 1, "nowhere.json: "),
+    ],
+)
+def test_settings_of_fsdp_that_cannot_be_read(error, monkeypatch, tmp_path, value, code, message):
+    monkeypatch.setenv("RANK", "0")
+    line = error("--tokens=256", "--set", "fsdp=true", "--set", f"fsdp_config={value}", code=code)
+    assert message in line
+    assert not list(tmp_path.iterdir())
 
 
 def test_fsdp_in_one_process(error, tmp_path):

@@ -1,4 +1,4 @@
-"""Two processes (gloo): DDP, FSDP2 and ZeRO-3 give the curve, the resumed run and the checkpoint of one process."""
+"""Two processes (gloo): DDP, FSDP2 (also with its state on the host) and ZeRO-3 give the curve, the resumed run and the checkpoint of one process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from distributed_worker import RUN, in_memory
+from distributed_worker import OF_MODE, RUN, in_memory
 from launching import launch
 from safetensors.torch import load_file
 from training import family
@@ -20,16 +20,17 @@ from mha2gqa.distributed import lost_processes
 from mha2gqa.errors import TrainingError
 from mha2gqa.uptraining import uptrain
 
+MODES = ("ddp", "fsdp", "offload")
 WORKER = str(Path(__file__).with_name("distributed_worker.py"))
 
 
 @pytest.fixture(scope="module")
 def two_processes(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folders `ddp` and `fsdp` of what one pair of processes finds, see `distributed_worker`."""
+    """The folders of what one pair of processes finds, see `distributed_worker`."""
     root = tmp_path_factory.mktemp("two")
-    for mode in ("ddp", "fsdp"):
+    for mode in MODES:
         family(root / mode)
-    launch([WORKER, str(root / "ddp"), str(root / "fsdp")], root)
+    launch([WORKER, *(str(root / mode) for mode in MODES)], root)
     return root
 
 
@@ -39,15 +40,15 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("one")
     _, student, text = family(folder)
     found: dict[str, Any] = {"in memory": in_memory()}
-    for mode in ("ddp", "fsdp"):  # the former streams its data
-        result = uptrain(student, folder / mode, text, streaming=mode == "ddp", **RUN)
+    for mode in MODES:
+        result = uptrain(student, folder / mode, text, **OF_MODE.get(mode, {}), **RUN)
         found[mode] = [e["loss"] for e in result.losses["train"]], folder / mode
     return found
 
 
-@pytest.mark.parametrize("mode", ["ddp", "fsdp", "zero3"])
+@pytest.mark.parametrize("mode", [*MODES, "zero3"])
 def test_two_processes_equal_one(one_process, two_processes, mode, tmp_path):
-    losses, reference = one_process["ddp" if mode == "ddp" else "fsdp"]
+    losses, reference = one_process["fsdp" if mode == "zero3" else mode]
     folder = two_processes / mode
     if mode == "zero3":
         pytest.importorskip("deepspeed")

@@ -49,7 +49,7 @@ def keywords() -> str:
         "from .evaluate import Bos, Metric, Protocol",
         "from .pair_options import Targets, Task",
         "from .reconstruct import Effort, ReconstructConfig",
-        "from .uptrain import Objective, Residual, Schedule, Train",
+        "from .uptrain import Objective, Residual, Schedule, TeacherDtype, Train",
     ]
     for name, (kinds, without) in TYPED.items():
         out += ["", "", f"class {name}(TypedDict, total=False):"]

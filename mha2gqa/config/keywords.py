@@ -10,7 +10,7 @@ from .convert import Attention, Method
 from .evaluate import Bos, Metric, Protocol
 from .pair_options import Targets, Task
 from .reconstruct import Effort, ReconstructConfig
-from .uptrain import Objective, Residual, Schedule, Train
+from .uptrain import Objective, Residual, Schedule, TeacherDtype, Train
 
 
 class ConvertKeywords(TypedDict, total=False):

@@ -31,15 +31,17 @@ def memory_table(memory: Data) -> Table:
 
 def price_table(memory: Data) -> Table:
     """Memory with activations, speed and time of each way to train that fits."""
-    columns: list[Column] = [("--train", "<"), ("optim", "<"), ("cards", ">"), ("blocks a pass", ">")]
-    columns += [("memory of each", ">"), ("tokens/s", ">"), (f"{human_count(memory['tokens'])} tokens", ">")]
+    columns: list[Column] = [("--train", "<"), ("with", "<"), ("cards", ">"), ("blocks a pass", ">")]
+    columns += [("memory of each", ">"), ("host", ">")]
+    columns += [("tokens/s", ">"), (f"{human_count(memory['tokens'])} tokens", ">")]
     rows = [
         [
             name,
-            price["optim"],
+            _differs(price),
             str(price["gpus"]),
             str(price["blocks"]),
             human_bytes(price["device_bytes"]),
+            human_bytes(price["host_bytes"]),
             human_count(price["tokens_per_second"]),
             duration(price["hours"] * 3600),
         ]
@@ -50,11 +52,21 @@ def price_table(memory: Data) -> Table:
     return Table(columns, rows)
 
 
+def _differs(price: Data) -> str:
+    """What a way to train sets beside the defaults."""
+    parts = [] if price["optim"] == "adamw_torch_fused" else [price["optim"]]
+    parts += [] if price["teacher_dtype"] == "bfloat16" else [f"teacher {price['teacher_dtype']}"]
+    return ", ".join([*parts, *(["offload"] if price["offload"] else [])])
+
+
 def training_sentences(memory: Data) -> list[str]:
     """What the prices stand on."""
     return [
-        f"Uptraining on cards like an H100 with a bf16 teacher, blocks of {memory['window']:,} tokens, as many a pass as fit "
-        f"{box_size(memory['gpu_memory'])} (`--set per_device_train_batch_size=N`):",
+        f"Uptraining on cards like an H100, blocks of {memory['window']:,} tokens, as many a pass as fit "
+        f"{box_size(memory['gpu_memory'])} (`--set per_device_train_batch_size=N`). With adamw_torch_8bit: `--set optim=…` "
+        "(needs torchao); teacher int8: `--teacher-dtype int8`; offload: weights, gradients and AdamW on the host, under "
+        "torchrun `--set fsdp=true --set fsdp_config='{\"cpu_offload\": true}'`.",
         "Measured: all at 1B on one to four cards, attention and lora at 7B on one (there without compiled layers, which "
-        "long runs have: a quarter slower). The rest, qlora and 8-bit AdamW (which needs torchao) among it, is estimated.",
+        "long runs have: a quarter slower). The rest, qlora, 8-bit AdamW, the int8 teacher and offload among it, is "
+        "estimated.",
     ]

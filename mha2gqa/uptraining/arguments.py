@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import fields
 from importlib.util import find_spec
@@ -17,7 +18,7 @@ from transformers.training_args import OptimizerNames
 from ..checkpoints.json_files import read_json
 from ..config import OptionError, UptrainConfig
 from ..distributed import is_launched, world_size
-from ..errors import UsageError
+from ..errors import UsageError, quoted
 from .budget import Budget
 from .model_prep import OWN_LOSS, require_liger
 
@@ -126,13 +127,31 @@ def offloads(extra: Mapping[str, Any]) -> bool:
         extra: TrainingArguments as given.
 
     Raises:
-        UsageError: The file of `fsdp_config` cannot be read.
+        UsageError: `fsdp_config` cannot be read, or says neither yes nor no.
+        CheckpointError: It is a file, and cannot be read.
     """
     config = extra.get("fsdp_config") or {}
-    if isinstance(config, str):
+    if isinstance(config, str) and not config.startswith("{"):
         config = read_json(Path(config), fix="give a JSON file, or the settings themselves")
-    asked = config.get("cpu_offload") or config.get("fsdp_cpu_offload") or "offload" in str(extra.get("fsdp"))
-    return bool(extra.get("fsdp") and asked)
+    elif isinstance(config, str):
+        config = _settings(config)
+    asked = config.get("cpu_offload", config.get("fsdp_cpu_offload", False))
+    if not isinstance(asked, bool):
+        raise UsageError(f"must be true or false, not {quoted(asked)}", where="fsdp_config cpu_offload")
+    return bool(extra.get("fsdp")) and (asked or "offload" in str(extra["fsdp"]))
+
+
+def _settings(text: str) -> dict[str, Any]:
+    """Settings written as JSON.
+
+    Raises:
+        UsageError: They are none.
+    """
+    try:
+        return dict(json.loads(text))
+    except ValueError as error:
+        where = f"fsdp_config {quoted(text)}"
+        raise UsageError(f"is not JSON ({error})", where=where, fix='try {"cpu_offload": true}') from error
 
 
 def backend(on_cpu: bool, offload: bool) -> str | None:

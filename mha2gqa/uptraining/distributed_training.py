@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..distributed import local_world_size
 from ..errors import CheckpointError
 
 
@@ -33,6 +35,28 @@ def reduce_in_float32(accelerator: Any) -> None:
         accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32
         )
+
+
+@contextmanager
+def shared_cores(accelerator: Any) -> Iterator[None]:
+    """Inside, where the optimiser is on the host, each process takes its share of the cores for it.
+
+    Launchers of several processes leave torch one thread each.
+    """
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    if not is_fsdp2(accelerator) or not isinstance(
+        accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy
+    ):
+        yield
+        return
+    own = torch.get_num_threads()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    torch.set_num_threads(max(own, cores // local_world_size()))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(own)
 
 
 def shard_teacher(model: Any, mesh: Any = None) -> None:

@@ -71,7 +71,9 @@ def round_to_eight_bits(model: Any, device: torch.device, where: str) -> int:
         if type(module) in (nn.Linear, Conv1D) and module is not head
     ]
     if not found:
-        raise UsageError("has no linear layer that 8 bits would make smaller", where=where, fix="leave out teacher_dtype")
+        raise UsageError(
+            "has no linear layer that 8 bits would make smaller", where=where, fix="leave out teacher_dtype"
+        )
     count = 0
     for name, module in found:
         weight = module.weight.data.to(device)

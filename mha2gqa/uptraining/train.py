@@ -20,7 +20,7 @@ from ..reconstruct.train_state import behind_masks
 from .batches import BlockStream
 from .budget import Budget, UptrainConfig
 from .corpus import Corpus
-from .distributed_training import frozen_weights, gather_master_weights
+from .distributed_training import frozen_weights, gather_master_weights, shared_cores
 from .interruption import Interrupted, stop_signals
 from .loss import Objective
 from .model_prep import (
@@ -115,7 +115,8 @@ def train(
                 if checkpoint is not None:
                     trainer.restore(checkpoint)
                     logger.info("resuming from %s", checkpoint)
-                start, end = _fit(trainer, checkpoint)
+                with shared_cores(trainer.accelerator):
+                    start, end = _fit(trainer, checkpoint)
             state = _consolidated(trainer, frozen)
     finally:
         undo_compile(student)

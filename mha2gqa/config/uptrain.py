@@ -152,7 +152,7 @@ class UptrainConfig(PairConfig):
     )
     teacher_dtype: TeacherDtype | None = option(
         None,
-        "int8: the teacher's linear layers in 8 bits, with a scale for each row: half the memory.",
+        "What the teacher's linear layers are rounded to; int8, with a scale for each row, takes half the memory.",
         TEACHER,
         unset="bfloat16 on a GPU, float32 on a CPU",
     )

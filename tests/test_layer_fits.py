@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ import torch
 from conftest import pico_llama
 from launching import launch
 from safetensors.torch import load_file
+from seq2seq_models import saved
 from test_calibrated_fits import write_text
-from test_walk import LAYERS, MODELS, blocks, llama, same, save
+from test_walk import LAYERS, MODELS, blocks, llama, of_type, same, save
 from walk_worker import FIT, OPTIONS, stop_after
 
 import mha2gqa
@@ -24,7 +26,7 @@ from mha2gqa.config import OptionError
 from mha2gqa.conversion import convert_model
 from mha2gqa.conversion.in_memory import plan_model
 from mha2gqa.errors import UnsupportedModelError
-from mha2gqa.reconstruct import ReconstructConfig, reconstruct
+from mha2gqa.reconstruct import ReconstructConfig, reconstruct, regress
 from mha2gqa.reconstruct.train_state import rest_of_block
 
 LAYER = replace(FIT, train="layer", rest_rate=0.3)
@@ -218,3 +220,47 @@ def test_the_manifest_says_what_was_trained(text: str, tmp_path: Path) -> None:
     assert manifest["calibration"]["fit"]["train"] == "layer"
     assert all(row["error_fitted"] < row["error_refitted"] for row in made.layers)
     assert len(made.layers) == LAYERS
+
+
+@pytest.mark.parametrize("kind", ["marian", "t5"])
+def test_decoder_layers_of_an_encoder_decoder(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    falling = count(0, -1)  # so little text teaches nothing: what was learned is kept all the same
+    monkeypatch.setattr(regress, "relative_error", lambda *_: float(next(falling)))
+    source = saved(tmp_path / kind, kind)
+    words = [" ".join(f"w{(i * j) % 57}" for j in range(1, 4 + i % 9)) for i in range(81)]
+    rows = [{"source": a, "target": b} for a, b in pairwise(words)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    fit = ReconstructConfig(
+        steps=8, batch_size=4, check_every=1, train="layer", learning_rate=1e-4, rest_rate=1.0
+    )
+    mha2gqa.convert(
+        source, tmp_path / "out", 4, calibration=str(tmp_path / "pairs.jsonl"), fit=fit, device="cpu"
+    )
+    before, after = open_checkpoint(source), open_checkpoint(tmp_path / "out")
+    changed = {n for n in before.tensors if not torch.equal(before.read(n), after.read(n))}
+    inside = {n for n in before.tensors if re.search(r"decoder\.(layers|block)\.\d+\.", n)}
+    assert changed <= inside
+    for name in (
+        n for n in inside if "relative_attention_bias" in n
+    ):  # heads are reordered, nothing is trained
+        old, new = (x.read(name).sort(1).values for x in (before, after))
+        assert torch.equal(old, new)
+    rest = {n for n in inside if re.search(r"norm|fc\d|\.w[io]\.", n)}
+    assert rest and rest <= changed
+    checks = mha2gqa.verify(tmp_path / "out", against=source).checks
+    assert all(check.ok is not False for check in checks), checks
+
+
+def test_layers_of_a_model_that_is_written_as_another(text: str, tmp_path: Path) -> None:
+    source = save(of_type("gpt_neox", rotary_pct=0.5), tmp_path / "source")
+    made = mha2gqa.convert(source, tmp_path / "out", 2, calibration=[text], **WORDS)
+    assert made.reexpression
+    plain = mha2gqa.convert(source, tmp_path / "plain", 2, calibration=[text], **OPTIONS)
+    assert made.calibration["losses"]["merged"] == plain.calibration["losses"]["merged"]
+    a, b = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "plain"))
+    same_bytes = {name for name in a if torch.equal(a[name], b[name])}
+    assert same_bytes == {name for name in a if not re.search(r"\.\d+\.", name)}
+    checks = mha2gqa.verify(tmp_path / "out", against=source).checks
+    assert all(check.ok for check in checks), checks

@@ -6,6 +6,9 @@ ended the process after that row.
 
     python benchmarks/decode_speed.py --wide --out decode_speed.json   # Llama-2-7B, on the GPU
     python benchmarks/decode_speed.py --tiny --device cpu --out build/decode_speed.json
+
+Where the bytes that a step moves are counted otherwise than when it was timed, `--derive` counts them again in a file and
+keeps every time: `python benchmarks/decode_speed.py --wide --derive --out benchmarks/results/decode_speed.json`.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from mha2gqa.architectures.wide import wide_changes
 from mha2gqa.commands.bench import budget_row, decode_row
 from mha2gqa.commands.decode import copy_bandwidth
 from mha2gqa.errors import Mha2gqaError
+from mha2gqa.kv_cache import step_weight_bytes
 
 TINY = {
     "layers": 2, "hidden": 128, "intermediate": 256, "heads": 8, "kv_heads": [8, 2, 1], "vocab": 512,
@@ -63,6 +67,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--no-compile", dest="compile", action="store_false", default=None)
     parser.add_argument("--deadline", type=float, default=400, help="seconds after which no row is begun")
     parser.add_argument("--tiny", action="store_true", help="a model for a laptop")
+    parser.add_argument(
+        "--derive", action="store_true", help="count the bytes of OUT's rows again, time nothing"
+    )
     args = parser.parse_args()
     if args.tiny:
         vars(args).update(TINY)
@@ -113,10 +120,7 @@ def points(args: argparse.Namespace) -> list[tuple[int, int]]:
 
 def random_model(raw: dict[str, Any], device: str) -> LlamaForCausalLM:
     """The model on the device, its tensors made one by one."""
-    config = LlamaConfig(**{k: v for k, v in raw.items() if k not in ("architectures", "model_type")})
-    dtype = getattr(torch, raw["dtype"])
-    with torch.device("meta"):
-        model = LlamaForCausalLM(config).to(dtype).eval()
+    model, dtype = empty_model(raw), getattr(torch, raw["dtype"])
     torch.manual_seed(0)
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -124,8 +128,15 @@ def random_model(raw: dict[str, Any], device: str) -> LlamaForCausalLM:
                 made = torch.empty(parameter.shape, dtype=dtype, device=device)
                 made = made.fill_(1.0) if parameter.dim() == 1 else made.normal_(0, 0.02)
                 module._parameters[name] = torch.nn.Parameter(made, requires_grad=False)
-    model.model.rotary_emb = type(model.model.rotary_emb)(config=config).to(device)
+    model.model.rotary_emb = type(model.model.rotary_emb)(config=model.config).to(device)
     return model
+
+
+def empty_model(raw: dict[str, Any]) -> LlamaForCausalLM:
+    """The model without numbers."""
+    config = LlamaConfig(**{k: v for k, v in raw.items() if k not in ("architectures", "model_type")})
+    with torch.device("meta"):
+        return LlamaForCausalLM(config).to(getattr(torch, raw["dtype"])).eval()
 
 
 class Rows:
@@ -248,6 +259,31 @@ def summary(args: argparse.Namespace, rows: Rows) -> list[dict[str, Any]]:
     return found
 
 
+def derive(args: argparse.Namespace) -> None:
+    """Count the bytes of a file's rows again, and what follows from them."""
+    data = json.loads(args.out.read_text())
+    bandwidth = data["setup"]["copy_bandwidth"]
+    for row in data["rows"]:
+        if not row.get("tokens_per_second"):
+            continue
+        raw = config_of(args, (row["groups"], row["wide"]))
+        sizes = {name: p.numel() * p.element_size() for name, p in empty_model(raw).named_parameters()}
+        assert sum(sizes.values()) == row["weight_bytes"], "the file is of another shape"
+        step, seconds = (
+            step_weight_bytes(raw, sizes, row["batch"]) + row["kv_bytes"],
+            row["milliseconds_per_step"] / 1e3,
+        )
+        row |= {"step_bytes": step, "bytes_per_second": step / seconds}
+        row |= {
+            "share_of_bandwidth": step / seconds / bandwidth,
+            "floor_milliseconds": step / bandwidth * 1e3,
+        }
+    rows = Rows(args.out, data["setup"])
+    rows.data = data
+    data["summary"] = summary(args, rows)
+    rows.save()
+
+
 def visit(form: Form, left: list[dict[str, Any]], args: argparse.Namespace, rows: Rows, began: float) -> None:
     """Every measurement of one form that is left."""
     raw = config_of(args, form)
@@ -263,6 +299,9 @@ def visit(form: Form, left: list[dict[str, Any]], args: argparse.Namespace, rows
 
 def main() -> None:
     args = arguments()
+    if args.derive:
+        derive(args)
+        return
     began = time.perf_counter()
     rows = Rows(args.out, setup_of(args))
     setup = rows.data["setup"]

@@ -41,6 +41,9 @@ _DECODER_HEADS = (
     "decoder_attention_heads", "num_heads", "decoder_num_attention_heads", "num_attention_heads",
 )  # fmt: skip
 UNLIMITED_CONTEXT = 512  # of an encoder-decoder whose config has no longest: T5's pretraining
+# Of an input embedding a step reads a row for each token; where it is the output head too, there is no other.
+INPUT_EMBEDDING = re.compile(r"(^|\.)(embed_tokens|wte|embed_in|word_embeddings|tok_embeddings)\.weight$")
+OUTPUT_HEAD = re.compile(r"(^|\.)(lm_head|embed_out)\.weight$")
 ROUTED_EXPERTS = re.compile(r"(^|\.)experts\.")  # `shared_experts` are read for every token
 
 
@@ -217,7 +220,7 @@ def decode_step_bytes(
 
 
 def step_weight_bytes(config: Mapping[str, Any], tensors: Mapping[str, int], batch: int = 1) -> int:
-    """Bytes of the weights that one decode step reads: of a mixture of experts, only those that are asked.
+    """Bytes of the weights that one decode step reads: no input embedding, and only the experts that are asked.
 
     Args:
         config: The raw `config.json`.
@@ -225,7 +228,8 @@ def step_weight_bytes(config: Mapping[str, Any], tensors: Mapping[str, int], bat
         batch: Sequences; their tokens are taken to choose experts evenly and independently.
 
     Returns:
-        All bytes where there are no routed experts, or the config does not say how many a token asks.
+        All bytes but those of an input embedding beside which there is an output head, where there are no routed experts, or
+        the config does not say how many a token asks.
 
     Example:
         >>> moe = {"num_local_experts": 8, "num_experts_per_tok": 2}
@@ -233,6 +237,8 @@ def step_weight_bytes(config: Mapping[str, Any], tensors: Mapping[str, int], bat
         210
     """
     total = sum(tensors.values())
+    if any(map(OUTPUT_HEAD.search, tensors)):
+        total -= sum(size for name, size in tensors.items() if INPUT_EMBEDDING.search(name))
     routed = sum(size for name, size in tensors.items() if ROUTED_EXPERTS.search(name))
     if not routed:
         return total

@@ -156,6 +156,15 @@ def test_a_step_reads_the_experts_that_are_asked() -> None:
     assert step_weight_bytes(LLAMA_2_7B, {"q.weight": 7}) == 7
 
 
+def test_a_step_reads_rows_of_an_embedding_and_the_whole_head() -> None:
+    own, tied = (
+        {"model.embed_tokens.weight": 500, "q.weight": 7},
+        {"transformer.wte.weight": 500, "q.weight": 7},
+    )
+    assert step_weight_bytes(LLAMA_2_7B, own | {"lm_head.weight": 600}) == 607
+    assert step_weight_bytes(LLAMA_2_7B, own) == step_weight_bytes(LLAMA_2_7B, tied) == 507
+
+
 @pytest.mark.parametrize("changes", [{"num_attention_heads": 33}, {"num_attention_heads": "32"}])
 def test_a_config_that_transformers_refuses_is_one_line(changes: dict[str, Any]) -> None:
     with pytest.raises(CheckpointError, match=r"config.json: transformers refuses it .*33|'32'") as caught:

@@ -30,7 +30,7 @@ import mha2gqa
 from mha2gqa.architectures import AttentionSpec, Geometry
 from mha2gqa.architectures.wide import wide_changes
 from mha2gqa.commands.bench import budget_row, decode_row
-from mha2gqa.commands.decode import copy_bandwidth
+from mha2gqa.commands.step_times import copy_bandwidth
 from mha2gqa.errors import Mha2gqaError
 from mha2gqa.kv_cache import step_weight_bytes
 

@@ -25,7 +25,7 @@ from decode_speed import Rows, config_of, points, random_model
 from transformers import QuantizedCache
 
 import mha2gqa
-from mha2gqa.commands.decode import growing_cache
+from mha2gqa.commands.growing_cache import growing_cache
 from mha2gqa.kv_cache import kv_bytes
 
 BITS = {"plain": None, "fp8": 8.0, "hqq-8": 8.0, "hqq-4": 4.0, "quanto-4": 4.0}

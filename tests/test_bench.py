@@ -11,8 +11,9 @@ import pytest
 import torch
 from pico_models import model_class, pico_config
 
+from mha2gqa.checkpoints.reader import open_checkpoint
 from mha2gqa.commands import bench as bench_module
-from mha2gqa.commands import decode, few_rows, fixed_cache, merged
+from mha2gqa.commands import decode, few_rows, fixed_cache, growing_cache, merged, step_times
 from mha2gqa.commands.bench import bench, longest_context
 from mha2gqa.commands.step_variants import Variant, agree, variants
 from mha2gqa.conversion.checkpoint import convert
@@ -31,7 +32,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def quick_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     """The copy of a small buffer."""
-    real = decode.copy_bandwidth
+    real = step_times.copy_bandwidth
     monkeypatch.setattr(bench_module, "copy_bandwidth", lambda device: real(device, 0.001))
 
 
@@ -47,8 +48,11 @@ def test_every_model_gets_the_same_conditions_and_its_bytes_add_up(model: Path, 
     full, grouped = result.models
     assert full["kv_bytes"] == 4 * grouped["kv_bytes"] == 2 * 2 * 8 * 8 * 4 * 2 * 16
     assert result.copy_bandwidth is not None and result.copy_bandwidth > 0
+    embedding = (
+        open_checkpoint(model).tensors["model.embed_tokens.weight"].nbytes
+    )  # a row of it is read for a token
     for row in result.models:
-        assert row["step_bytes"] == row["weight_bytes"] + row["kv_bytes"]
+        assert row["step_bytes"] == row["weight_bytes"] - embedding + row["kv_bytes"]
         assert row["tokens_per_second"] * row["milliseconds_per_step"] == pytest.approx(2000)
         assert row["share_of_bandwidth"] == pytest.approx(row["bytes_per_second"] / 1e9)
         assert row["floor_milliseconds"] == pytest.approx(row["step_bytes"] / 1e6)
@@ -379,7 +383,7 @@ def test_cached_steps_of_the_growing_loop_attend_to_the_prompt(monkeypatch: pyte
         return original(self, *args, **words)
 
     monkeypatch.setattr(type(model), "forward", forward)
-    times = decode.growing_cache(model, 2, 16, 2)
+    times = growing_cache.growing_cache(model, 2, 16, 2)
     assert seen[:3] == [(0, 11)] * 3 and seen[3:] == [(11 + i, 1) for i in range(5)]
     assert times.context == 16
     assert all(planned[:3]) and not any(planned[3:]) and torch.backends.cuda.cudnn_sdp_enabled()
@@ -430,4 +434,4 @@ def test_memory_that_ends_during_a_step_is_one_line_and_a_budget_goes_on(
 
 
 def test_the_copy_moves_bytes() -> None:
-    assert decode.copy_bandwidth(torch.device("cpu"), 0.001) > 0
+    assert step_times.copy_bandwidth(torch.device("cpu"), 0.001) > 0

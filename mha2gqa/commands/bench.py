@@ -24,8 +24,10 @@ from ..evaluation.setup import context_length
 from ..kv_cache import decode_step_bytes, kv_bytes, max_batch, step_weight_bytes
 from ..results import Result
 from .bench_engines import VLLM, Engine, LlamaCpp, check_options
-from .decode import DecodeTimes, copy_bandwidth, fixed_step, growing_cache
+from .decode import fixed_step
 from .fixed_cache import NotServed
+from .growing_cache import growing_cache
+from .step_times import DecodeTimes, copy_bandwidth
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -12,7 +12,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
@@ -27,43 +26,13 @@ from ..uptraining.model_prep import compile_layers, repeated_layers, undo_compil
 from .few_rows import Blocks, product_by, quickest_products, use_product
 from .fixed_cache import BACKENDS, NAME, FixedCache, Kernel, LayerCache, NotServed, attend, fastest, use
 from .merged import Shared, merge_projections, undo_merge
+from .step_times import WARM_UP, DecodeTimes, wait
 from .step_variants import Variant, agree, variants
 
 if TYPE_CHECKING:
-    from transformers import Cache, PreTrainedModel
+    from transformers import PreTrainedModel
 
-WARM_UP = 3  # steps before the clock starts
 TRIED = 8  # steps that tell whether compiled layers are faster
-
-
-@dataclass(frozen=True)
-class DecodeTimes:
-    """What was measured.
-
-    Args:
-        seconds: Of one decode step, the median.
-        first_token_seconds: From a prompt of one sequence to its first token.
-        context: Tokens that the timed steps attend to (at the last of them, where a cache grows).
-        path: What was timed, in words.
-        attention: Kernel of the step, and whether it reads shared heads as they are.
-        native_gqa: Whether keys and values are read without being repeated.
-        cuda_graph, compiled: Whether the step is replayed as a graph, and its layers compiled.
-        warnings: Why the step is not the one that servers run, where it is not.
-        kernels: Seconds of one layer's attention by kernel, where there was a choice.
-        variants: Seconds of a step by the way its layers run, where there was a choice.
-    """
-
-    seconds: float
-    first_token_seconds: float
-    context: int
-    path: str
-    attention: str
-    native_gqa: bool
-    cuda_graph: bool = False
-    compiled: bool = False
-    warnings: tuple[str, ...] = ()
-    kernels: dict[str, float] = field(default_factory=dict)
-    variants: dict[str, float] = field(default_factory=dict)
 
 
 class FixedStep:
@@ -403,77 +372,3 @@ def counted_attention() -> Iterator[list[int]]:
         yield calls
     finally:
         AttentionInterface.register(NAME, attend)
-
-
-@torch.inference_mode()
-def growing_cache(
-    model: PreTrainedModel,
-    batch: int,
-    context: int,
-    steps: int,
-    why: str | None = None,
-    cache: Callable[[], Cache | None] = lambda: None,
-) -> DecodeTimes:
-    """Time transformers' own loop with its growing cache, for models that the fixed step does not stand for.
-
-    Args:
-        model, batch, context, steps: As in `fixed_step`; the last step attends to `context` tokens.
-        why: Why the fixed step is not timed.
-        cache: Makes an empty cache; None from it for transformers' usual one.
-    """
-    prompt = max(1, context - steps - WARM_UP)
-    generator = torch.Generator().manual_seed(0)
-    vocabulary = int(model.get_output_embeddings().weight.shape[0])  # type: ignore[index, arg-type]
-    ids = torch.randint(vocabulary, (batch, prompt), generator=generator).to(model.device)
-    model(input_ids=ids[:1], past_key_values=cache(), use_cache=True, logits_to_keep=1)
-    wait(model.device)
-    began = time.perf_counter()
-    model(input_ids=ids[:1], past_key_values=cache(), use_cache=True, logits_to_keep=1).logits.argmax()
-    wait(model.device)
-    first = time.perf_counter() - began
-    out = model(input_ids=ids, past_key_values=cache(), use_cache=True, logits_to_keep=1)
-    filled, token = out.past_key_values, out.logits[:, -1:].argmax(-1)
-    times = []
-    with sdpa_kernel(BACKENDS):
-        for _ in range(WARM_UP + steps):
-            wait(model.device)
-            began = time.perf_counter()
-            out = model(input_ids=token, past_key_values=filled, use_cache=True)
-            token = out.logits[:, -1:].argmax(-1)
-            wait(model.device)
-            times.append(time.perf_counter() - began)
-    name = str(model.config._attn_implementation)
-    warning = f"timed in transformers' own loop: {why}; it may repeat keys and values for every query head"
-    return DecodeTimes(
-        statistics.median(times[WARM_UP:]), first, min(context, prompt + WARM_UP + steps), "growing cache", name,
-        False, warnings=(warning,) if why else (),
-    )  # fmt: skip
-
-
-def copy_bandwidth(device: torch.device, gigabytes: float | None = None) -> float:
-    """Bytes per second that a copy in the device's memory moves (each byte is read and written): the best of a few.
-
-    Args:
-        device: Where.
-        gigabytes: Size of the copied buffer; None for 2 on a GPU and 0.25 elsewhere.
-    """
-    size = int((gigabytes or (2 if device.type == "cuda" else 0.25)) * 1e9)
-    source = torch.ones(size, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    best = float("inf")
-    for _ in range(6):
-        wait(device)
-        began = time.perf_counter()
-        target.copy_(source)
-        wait(device)
-        best = min(best, time.perf_counter() - began)
-    return 2 * size / best
-
-
-def wait(device: torch.device) -> None:
-    """Until everything that was started on the device is done."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-__all__ = ["WARM_UP", "DecodeTimes", "NotServed", "copy_bandwidth", "fixed_step", "growing_cache", "wait"]

@@ -64,10 +64,9 @@ def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     modules = [import_module(f"mha2gqa.reconstruct.{name}") for name in ("regress", "distill")]
     real = modules[0].minimise
 
-    def minimise(parameters: Any, backward: Any, validate: Any, config: Any) -> int:
-        return real(
-            parameters, backward, validate, replace(config, steps=min(config.steps, 8), check_every=4)
-        )
+    def minimise(parameters: Any, backward: Any, validate: Any, config: Any, rest: Any = ()) -> int:
+        short = replace(config, steps=min(config.steps, 8), check_every=4)
+        return real(parameters, backward, validate, short, rest)
 
     for module in modules:
         monkeypatch.setattr(module, "minimise", minimise)

@@ -195,21 +195,33 @@ class Fitter:
         Raises:
             DataError: Activations are not finite.
         """
-        if not (self.config.trains_layer and pairs):
-            return [self._regressed(self._refitted(pair, pair), [pair], pair) for pair in pairs]
-        fits = [self._refitted(pair, None) for pair in pairs]
-        last = self._regressed(fits[-1], pairs, None)
-        return [*(replace(fit, after=last.after, steps=last.steps) for fit in fits[:-1]), last]
+        if pairs and self.config.trains_layer:
+            return self._fit(pairs, self.student.block, self.teacher.block)
+        fits = []
+        for pair in pairs:
+            mine = self.student.model.get_submodule(pair.module.path)
+            original = self.teacher.model.get_submodule(pair.teacher.path)
+            fits += self._fit([pair], mine, original)
+        return fits
 
-    def _refitted(self, pair: Pair, judged: Pair | None) -> LayerFit:
-        """One module after the closed-form refit.
+    def _fit(self, pairs: Sequence[Pair], mine: nn.Module, original: nn.Module) -> list[LayerFit]:
+        """Refit modules one by one, then train them together.
 
         Args:
-            pair: The module.
-            judged: Whose output is judged; the block's where None.
+            pairs: The modules.
+            mine, original: Of student and teacher, whose outputs the errors compare.
         """
-        wanted = self._wanted(judged)
-        before = self._error(judged, wanted)
+        wanted = [_output(self.teacher, original, i) for i in self.split[1]]
+        fits = [self._refitted(pair, mine, wanted) for pair in pairs]
+        if self.config.regress and self.config.steps:
+            steps = self._regress(pairs)
+            after = self._error(mine, wanted)
+            fits = [replace(fit, after=after, steps=steps) for fit in fits]
+        return fits
+
+    def _refitted(self, pair: Pair, mine: nn.Module, wanted: Sequence[Tensor]) -> LayerFit:
+        """One module after the closed-form refit."""
+        before = self._error(mine, wanted)
         if not math.isfinite(before):
             raise DataError(
                 "activations are not finite",
@@ -219,29 +231,12 @@ class Fitter:
         fit = LayerFit(pair.module.path, before, None, before, 0)
         if self.config.refit:
             ridge = self._refit(pair)
-            refitted = self._error(judged, wanted)
+            refitted = self._error(mine, wanted)
             fit = replace(fit, refitted=refitted, after=refitted, ridge=ridge)
         return fit
 
-    def _regressed(self, fit: LayerFit, pairs: Sequence[Pair], judged: Pair | None) -> LayerFit:
-        """The same after the regression of these modules; of the whole block where it is trained."""
-        if self.config.regress and self.config.steps:
-            steps = self._regress(pairs)
-            fit = replace(fit, after=self._error(judged, self._wanted(judged)), steps=steps)
-        return fit
-
-    def _wanted(self, judged: Pair | None) -> list[Tensor]:
-        """What the original's module, or block, returns on the validation batches."""
-        original = self.teacher.block
-        if judged is not None:
-            original = self.teacher.model.get_submodule(judged.teacher.path)
-        return [_output(self.teacher, original, i) for i in self.split[1]]
-
-    def _error(self, judged: Pair | None, wanted: Sequence[Tensor]) -> float:
-        """Squared error of that output over the original's variance, on the validation batches."""
-        mine = self.student.block
-        if judged is not None:
-            mine = self.student.model.get_submodule(judged.module.path)
+    def _error(self, mine: nn.Module, wanted: Sequence[Tensor]) -> float:
+        """Squared error of a module's output over the original's variance, on the validation batches."""
         mean, squares, error, count = 0.0 * wanted[0][0, 0].double(), 0.0, 0.0, 0
         for i, y in zip(self.split[1], wanted, strict=True):
             x, flat = (self.student.real_rows(i, z).double() for z in (_output(self.student, mine, i), y))
@@ -270,7 +265,7 @@ class Fitter:
     def _regress(self, pairs: Sequence[Pair]) -> int:
         """Regression in float32, cast back at the end; returns the steps made."""
         model = self.student.model
-        module, calls = self._calls(pairs[0], model.get_submodule(pairs[0].module.path))
+        module, calls = self._calls(pairs[0])
         train, validation = (
             replace(calls, span=range(r.start * calls.size, r.stop * calls.size)) for r in self.split
         )
@@ -285,10 +280,11 @@ class Fitter:
         with float32([*parameters, *rest]), torch.enable_grad():
             return regress(module, parameters, train, validation, self.config, self.ranks, rest)
 
-    def _calls(self, pair: Pair, attention: nn.Module) -> tuple[nn.Module, Calls]:
+    def _calls(self, pair: Pair) -> tuple[nn.Module, Calls]:
         """What is run in the regression, and its inputs and targets on every row."""
         source = self.student if self.config.inputs == "student" else self.teacher
         if self.config.unit == "attention":
+            attention = self.student.model.get_submodule(pair.module.path)
             original = self.teacher.model.get_submodule(pair.teacher.path)
             read = attention if source is self.student else original
             calls = gather(

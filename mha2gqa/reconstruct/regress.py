@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -92,17 +93,17 @@ def relative_error(module: nn.Module, calls: Calls, ranks: Ranks = ALONE) -> flo
 
 
 def _optimizer(
-    parameters: Sequence[nn.Parameter], config: ReconstructConfig, rest: int
+    parameters: Sequence[nn.Parameter], rest: Sequence[nn.Parameter], config: ReconstructConfig
 ) -> tuple[torch.optim.Adam, list[float]]:
-    """Adam with one group per tensor, and each group's peak rate; the last `rest` take `rest_rate` of it."""
-    peaks = []
-    for i, p in enumerate(parameters):
+    """Adam with one group per tensor, and each group's peak rate; that of `rest` is `rest_rate` of the others'."""
+    shares = [1.0] * len(parameters) + [config.rest_rate] * len(rest)
+    groups: list[dict[str, Any]] = []
+    for p, share in zip((*parameters, *rest), shares, strict=True):
         size = float(p.detach().float().square().mean().sqrt())
         peak = config.learning_rate * (size or 1e-2) if config.relative else config.learning_rate
-        peaks.append(peak if i < len(parameters) - rest else peak * config.rest_rate)
-    groups = [{"params": [p], "lr": peak} for p, peak in zip(parameters, peaks, strict=True)]
+        groups.append({"params": [p], "lr": peak * share})
     fused = parameters[0].device.type == "cuda"
-    return torch.optim.Adam(groups, betas=config.betas, fused=fused), peaks
+    return torch.optim.Adam(groups, betas=config.betas, fused=fused), [group["lr"] for group in groups]
 
 
 def regress(
@@ -144,13 +145,7 @@ def regress(
         mean()
 
     with ranks.mean_gradients(parameters, rest) as mean, behind_masks(train.masked):
-        return minimise(
-            [*parameters, *rest],
-            backward,
-            lambda: relative_error(module, validation, ranks),
-            config,
-            rest=len(rest),
-        )
+        return minimise(parameters, backward, lambda: relative_error(module, validation, ranks), config, rest)
 
 
 def minimise(
@@ -158,24 +153,24 @@ def minimise(
     backward: Callable[[], None],
     validate: Callable[[], float],
     config: ReconstructConfig,
-    *,
-    rest: int = 0,
+    rest: Sequence[nn.Parameter] = (),
 ) -> int:
     """Adam down a loss; the weights with the least validation error are kept.
 
     Args:
-        parameters: What is trained.
-        backward: Adds the gradients of the next batch to them.
+        parameters: What is trained at the full rate.
+        backward: Adds the gradients of the next batch to them and to `rest`.
         validate: An error of the parameters as they are, lower is better.
         config: Steps, rate, schedule, patience.
-        rest: How many of the last parameters take `rest_rate` of the rate.
+        rest: What is trained at `rest_rate` of it.
 
     Returns:
         Steps made.
     """
+    trained = (*parameters, *rest)
     best, waited = validate(), 0
-    kept, step = [p.detach().clone() for p in parameters], -1
-    optimizer, peaks = _optimizer(parameters, config, rest)
+    kept, step = [p.detach().clone() for p in trained], -1
+    optimizer, peaks = _optimizer(parameters, rest, config)
     for step in range(config.steps):
         for group, peak in zip(optimizer.param_groups, peaks, strict=True):
             group["lr"] = peak * rate(step, config)
@@ -186,10 +181,10 @@ def minimise(
             now = validate()
             waited = 0 if now < best else waited + 1
             if now < best:
-                best, kept = now, [p.detach().clone() for p in parameters]
+                best, kept = now, [p.detach().clone() for p in trained]
             if waited >= config.patience or not math.isfinite(now):
                 break
     with torch.no_grad():
-        for p, x in zip(parameters, kept, strict=True):
+        for p, x in zip(trained, kept, strict=True):
             p.copy_(x)
     return step + 1

@@ -36,8 +36,9 @@ class RestOfLayers:
     def __init__(self, model: Any, checkpoint: Checkpoint, live: Plan, blocks: Sequence[str]) -> None:
         self.model, self.checkpoint = model, checkpoint
         self.parts: dict[str, dict[str, list[str]]] = {}  # block -> name in the model -> names of the files
-        self.names = known = stored_names(model, checkpoint)
+        known = stored_names(model, checkpoint)
         attention = {name for module in live.modules for name in module.names.values()}
+        # What lies in the tensors of attention (sinks, norms) is written with them.
         taken = {stored for name in attention for stored in known.get(name, ())}
         for block in blocks:
             modules = [m.module for m in live.modules if m.path.startswith(f"{block}.") and not m.unchanged]
@@ -50,24 +51,31 @@ class RestOfLayers:
     def _check(self, block: str) -> None:
         """Refuse what would not become the tensors that are stored."""
         state = {n: torch.empty_like(self.model.get_parameter(n), device="meta") for n in self.parts[block]}
-        for group in self._groups(block):
-            wanted = {stored for name in group for stored in self.parts[block][name]}
-            made, infos = self._as_stored(group, state), self.checkpoint.tensors
-            shapes = {name: tuple(x.shape) for name, x in made.items()}
-            wrong = [n for n in wanted if shapes.get(n) != infos[n].shape or infos[n].dtype not in FLOATS]
+        infos = self.checkpoint.tensors
+        for stored, group in self._groups(block).items():
+            shapes = {name: tuple(x.shape) for name, x in self.as_stored(stored, group, state).items()}
+            wrong = [n for n in stored if shapes.get(n) != infos[n].shape or infos[n].dtype not in FLOATS]
             if wrong:
                 raise _unwritable(wrong)
 
-    def _groups(self, block: str) -> list[list[str]]:
-        """Parameters that are stored together."""
+    def _groups(self, block: str) -> dict[tuple[str, ...], list[str]]:
+        """Names of the files -> the parameters that are stored in them together."""
         groups: dict[tuple[str, ...], list[str]] = {}
         for name, stored in self.parts[block].items():
             groups.setdefault(tuple(stored), []).append(name)
-        return list(groups.values())
+        return groups
 
-    def _as_stored(self, group: Sequence[str], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Some parameters under the names of the files, split and renamed as transformers would save them."""
-        name, stored = group[0], self.names[group[0]]
+    def as_stored(
+        self, stored: Sequence[str], group: Sequence[str], state: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """Parameters under the names of the files, split and renamed as transformers would save them.
+
+        Args:
+            stored: Those names.
+            group: The parameters that are stored there.
+            state: The model's tensors, these at least.
+        """
+        name = group[0]
         if len(group) == len(stored) == 1 and state[name].shape == self.checkpoint.tensors[stored[0]].shape:
             return {stored[0]: state[name]}
         from transformers.core_model_loading import revert_weight_conversion
@@ -80,18 +88,14 @@ class RestOfLayers:
         Args:
             state: Path of a block -> the fitted model's tensors of it, at least.
         """
-        made = _Made(self, state)
-        names = {
-            stored: (block, group)
-            for block in self.parts
-            for group in self._groups(block)
-            for name in group
-            for stored in self.parts[block][name]
-        }
-        infos = self.checkpoint.tensors
+        current, infos = _Current(self, state), self.checkpoint.tensors
         return {
-            name: NewTensor(infos[name].dtype, infos[name].shape, partial(made.take, name, block, group))
-            for name, (block, group) in names.items()
+            name: NewTensor(
+                infos[name].dtype, infos[name].shape, partial(current.take, name, block, stored, group)
+            )
+            for block in self.parts
+            for stored, group in self._groups(block).items()
+            for name in stored
         }
 
 
@@ -103,8 +107,8 @@ def _unwritable(names: Sequence[str]) -> UnsupportedModelError:
     )
 
 
-class _Made:
-    """The tensors of the block and of the group that are being written.
+class _Current:
+    """The block and the group of parameters that are being written: only those are in memory.
 
     Args:
         rest: What is stored how.
@@ -114,12 +118,12 @@ class _Made:
     def __init__(self, rest: RestOfLayers, state: Callable[[str], Mapping[str, Tensor]]) -> None:
         self.rest, self.state = rest, state
         self.block, self.tensors = "", dict[str, Tensor]()
-        self.group, self.stored = list[str](), dict[str, Tensor]()
+        self.group, self.made = list[str](), dict[str, Tensor]()
 
-    def take(self, name: str, block: str, group: list[str]) -> Tensor:
-        """A tensor as it is stored."""
+    def take(self, name: str, block: str, stored: Sequence[str], group: list[str]) -> Tensor:
+        """One of the tensors `stored` that the parameters `group` of a block make."""
         if block != self.block:
             self.block, self.tensors = block, dict(self.state(block))
         if group != self.group:
-            self.group, self.stored = group, self.rest._as_stored(group, self.tensors)
-        return self.stored[name].to("cpu", torch_dtype(self.rest.checkpoint.tensors[name].dtype)).contiguous()
+            self.group, self.made = group, self.rest.as_stored(stored, group, self.tensors)
+        return self.made[name].to("cpu", torch_dtype(self.rest.checkpoint.tensors[name].dtype)).contiguous()

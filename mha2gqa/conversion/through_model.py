@@ -133,13 +133,11 @@ def _through(
     live = plan_model(teacher, plan.groups, plan.method, None, plan.seed, plan.attention, plan.wide)
     attention_instances(teacher, [s.module for s in live.modules])  # a file holds a shared module once
     live = live.regrouped({s.path: _stored_module(plan, s.module).grouping for s in live.modules})
+    blocks = _blocks(teacher, live)
     if isinstance(layers, CheckpointLayers):
-        first = min(live.modules, key=lambda m: m.module.layer)
-        layers.split(block_paths(teacher, first.path, first.module.layer))
-    rest = None
-    if fitted is not None and fitted.trains_layer:
-        first = min(live.modules, key=lambda m: m.module.layer)
-        rest = RestOfLayers(teacher, checkpoint, live, block_paths(teacher, first.path, first.module.layer))
+        layers.split(blocks)
+    trains_layer = fitted is not None and fitted.trains_layer
+    rest = RestOfLayers(teacher, checkpoint, live, blocks) if trains_layer else None
     work = None if out is None or layers.resident else WorkDir(out)
     try:
         if work is not None:
@@ -156,6 +154,12 @@ def _through(
     if rest is not None and done.fitted_layers:
         made.rest = rest.tensors(lambda block: _tensors_of(done, block, work)())
     return made
+
+
+def _blocks(model: Any, plan: Plan) -> list[str]:
+    """Paths of the decoder layers of a model."""
+    first = min(plan.modules, key=lambda m: m.module.layer)
+    return block_paths(model, first.path, first.module.layer)
 
 
 def _handed_over(
@@ -187,8 +191,7 @@ def _tensors_of(done: Converted, path: str, work: WorkDir | None) -> Callable[[]
     """The converted model's tensors, when they are due: of the model in memory, or of the block of a path."""
     if work is None:
         return done.model.state_dict
-    first = min(done.plan.modules, key=lambda m: m.module.layer)
-    blocks = block_paths(done.model, first.path, first.module.layer)
+    blocks = _blocks(done.model, done.plan)
     number = next(i for i, block in enumerate(blocks) if f"{path}.".startswith(f"{block}."))
     return lambda: work.get(number).tensors
 

@@ -66,6 +66,13 @@ def test_settings_that_the_word_decides_are_refused_before_the_work(
     assert not (tmp_path / "out").exists()
 
 
+def test_settings_that_do_not_go_with_a_word_are_refused() -> None:
+    with pytest.raises(OptionError, match=r"^effort: thorough sets train: .*; leave out unit=attention$"):
+        ConvertConfig("a", "b", 2, effort="thorough", fit=read_fit(["unit=attention"]))
+    config = ConvertConfig("a", "b", 2, effort="quick", fit=read_fit(["unit=attention"]))
+    assert config.fitting is not None and config.fitting.unit == "attention"
+
+
 def test_other_settings_stand_beside_a_word() -> None:
     config = ConvertConfig("a", "b", 2, effort="thorough", fit=read_fit(["batch_size=4 rest_rate=0.3"]))
     assert config.fitting is not None

@@ -213,6 +213,18 @@ def test_tensors_that_could_not_be_written_are_refused_before_the_walk(
     assert not (tmp_path / "out.convert").exists()
 
 
+def test_settings_that_no_stage_reads_are_named(text: str, tmp_path: Path) -> None:
+    source = save(llama(), tmp_path / "source")
+    idle = {"fit": replace(FIT, rest_rate=0.3, distill_rate=1e-4)}
+    made = mha2gqa.convert(source, tmp_path / "attention", 2, calibration=[text], **OPTIONS | idle)
+    assert [w for w in made.warnings if w.startswith("--fit")] == [
+        "--fit rest_rate counts with train=layer alone and is left alone",
+        "--fit distill_rate counts with distill_steps alone and is left alone",
+    ]
+    made = mha2gqa.convert(source, tmp_path / "layer", 2, calibration=[text], **WORDS)
+    assert not [w for w in made.warnings if w.startswith("--fit")]
+
+
 def test_the_manifest_says_what_was_trained(text: str, tmp_path: Path) -> None:
     source = save(llama(), tmp_path / "source")
     made = mha2gqa.convert(source, tmp_path / "out", 2, calibration=[text], **WORDS)

@@ -143,18 +143,32 @@ class ReconstructConfig(Config):
         """Whether the regression trains whole decoder layers."""
         return self.regress and self.steps > 0 and self.train == "layer"
 
+    def unread(self) -> Iterator[str]:
+        """Settings that were given and that no stage reads, each with what would make it count."""
+        if self.train == "layer" and not self.trains_layer:
+            yield "train=layer counts with the regression alone"
+        if "rest_rate" in self.given and self.train != "layer":
+            yield "rest_rate counts with train=layer alone"
+        if "distill_rate" in self.given and not (self.regress and self.distill_steps):
+            yield "distill_rate counts with distill_steps alone"
+
     def for_window(self, window: int) -> ReconstructConfig:
         """A copy with a `batch_size`: as it is, or as many blocks of `window` tokens as `batch_tokens` holds."""
         return replace(self, batch_size=self.batch_size or max(1, self.batch_tokens // window))
 
 
 def effort_conflicts(effort: Effort | None, fit: ReconstructConfig | None) -> Iterator[OptionError]:
-    """Settings of the fits that a word for the effort sets, too."""
+    """Settings of the fits that a word for the effort sets, too, or that do not go with what it sets."""
+    if effort is None or fit is None:
+        return
     decided = {key for words in EFFORTS.values() for key in words}
-    both = sorted(decided & fit.given) if effort is not None and fit is not None else []
-    if both:
+    if both := sorted(decided & fit.given):
         names = " and ".join(f"{name}=" for name in both)
         yield OptionError("effort", f"decides what `fit` gives, too: {names}", "leave one of them out")
+    try:
+        replace(fit, **EFFORTS.get(effort, {}))
+    except OptionError as error:
+        yield OptionError("effort", f"{effort} sets {error.name}: {error.rule}", error.advice)
 
 
 def with_effort(effort: Effort | None, fit: ReconstructConfig | None) -> ReconstructConfig | None:

@@ -72,6 +72,8 @@ def calibrate(
         warnings.append(
             "no module is fitted, for want of calibration data or as asked: --fit is left alone, and --effort"
         )
+    if fitted is not None:
+        warnings += [f"--fit {sentence} and is left alone" for sentence in fitted.unread()]
     if options.statistics and plan.method not in CALIBRATED:
         options = replace(options, statistics=None)
         warnings.append(f"method {plan.method} uses no statistics: --statistics is left alone")

@@ -33,7 +33,7 @@ def losses(result) -> list[float]:
 
 
 def restored(layer: EightBitLinear) -> torch.Tensor:
-    return layer.weight.float() * layer.scale.float()[:, None]
+    return layer.integers.float() * layer.scale.float()[:, None]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -44,7 +44,8 @@ def test_a_layer_is_its_rounded_weights(dtype, biased):
     weight[5] = 0
     weight, bias = weight.to(dtype), torch.randn(24).to(dtype) if biased else None
     layer = EightBitLinear(weight, bias)
-    assert layer.weight.dtype is torch.int8 and not any(p.requires_grad for p in layer.parameters())
+    assert layer.integers.dtype is torch.int8 and layer.weight.element_size() == 1
+    assert not any(p.requires_grad for p in layer.parameters())
     # Half a step of the row; the step itself is rounded to the dtype.
     step = weight.float().abs().amax(1, keepdim=True) / LEVELS
     room = step / 2 + LEVELS * step * torch.finfo(dtype).eps
@@ -54,6 +55,17 @@ def test_a_layer_is_its_rounded_weights(dtype, biased):
     wanted = F.linear(x.double(), restored(layer).double(), None if bias is None else bias.double())
     largest = wanted.abs().amax((0, 1))
     assert bool(((layer(x).double() - wanted).abs() <= 8 * torch.finfo(dtype).eps * (largest + 1)).all())
+
+
+def test_parameters_are_what_fsdp2_of_older_versions_shards():
+    """Before torch 2.13 it makes each a parameter with a gradient, and freezes it then."""
+    layer = EightBitLinear(torch.randn(6, 5).bfloat16(), torch.randn(6).bfloat16())
+    for p in layer.parameters():
+        part = nn.Parameter(p.detach().new_zeros(8, *p.shape[1:]))
+        part.data[:6].copy_(p)
+        assert part.requires_grad
+        assert torch.equal(part.detach()[:6].view(torch.int8), p.detach().view(torch.int8))
+    assert next(p.dtype for p in layer.parameters() if p.is_floating_point()) is torch.bfloat16
 
 
 def test_linear_layers_of_both_kinds_are_rounded_and_the_head_is_not():

@@ -15,6 +15,8 @@ from ..errors import UsageError
 logger = logging.getLogger(__name__)
 
 LEVELS = 127  # of either sign
+# What the integers are kept as, bit by bit: FSDP2 of torch before 2.13 shards parameters of floating dtypes alone.
+KEPT_AS = torch.float8_e4m3fn
 
 
 class EightBitLinear(nn.Module):
@@ -36,13 +38,19 @@ class EightBitLinear(nn.Module):
         # Rounded before it divides, so that its own rounding is not an error of the product.
         scale = (largest / LEVELS).clamp_min(torch.finfo(torch.float32).tiny).to(weight.dtype)
         whole = (weight.float() / scale.float()).round().clamp(-LEVELS, LEVELS).to(torch.int8)
-        self.weight = nn.Parameter(whole, requires_grad=False)
+        # The scale first: classes take the dtype of their first floating parameter for that of the model.
         self.scale = nn.Parameter(scale[:, 0].clone(), requires_grad=False)
+        self.weight = nn.Parameter(whole.view(KEPT_AS), requires_grad=False)
         self.bias = None if bias is None else nn.Parameter(bias.detach().clone(), requires_grad=False)
+
+    @property
+    def integers(self) -> Tensor:
+        """The weights `[out, in]` before they are scaled, int8."""
+        return self.weight.view(torch.int8)
 
     def forward(self, x: Tensor) -> Tensor:
         """`[…, in]` to `[…, out]`."""
-        y = F.linear(x, self.weight.to(x.dtype)) * self.scale.to(x.dtype)
+        y = F.linear(x, self.integers.to(x.dtype)) * self.scale.to(x.dtype)
         return y if self.bias is None else y + self.bias.to(x.dtype)
 
 

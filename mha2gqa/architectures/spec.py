@@ -250,6 +250,12 @@ class AttentionModule:
     kind: str
     names: Mapping[str, str] = field(hash=False)
 
+    @property
+    def block(self) -> str:
+        """Path of the layer around it, up to the layer's number."""
+        parts = self.path.split(".")
+        return ".".join(parts[: parts.index(str(self.layer)) + 1])
+
 
 @dataclass(frozen=True)
 class Geometry:

@@ -78,9 +78,10 @@ def calibration_price(
         itemsize: Bytes of an element as stored.
 
     Returns:
-        `tokens`, `gpus`, `steps` a layer, what is `trained` of it, `host_bytes` of the hidden states, `disk_bytes` of the work folder, and for `regression`
-        (with every step; modules that stop early take less) and `closed_form` (without it) `seconds`,
-        `device_bytes` in use at the peak, `device_bytes_cached` as nvidia-smi shows them, and `fits`.
+        `tokens`, `gpus`, `steps` a layer, what is `trained` of it, `host_bytes` of the hidden states, `disk_bytes` of
+        the work folder, and for `regression` (with every step; modules that stop early take less) and `closed_form`
+        (without it) `seconds`, `device_bytes` in use at the peak, `device_bytes_cached` as nvidia-smi shows them, and
+        `fits`.
 
     Example:
         >>> calibration_price(shapes, changed, decided, gpu_memory=24e9)["regression"]["fits"]  # doctest: +SKIP
@@ -99,9 +100,8 @@ def calibration_price(
     serial = 2 * layer.parameters * itemsize / LOAD_BYTES_PER_SECOND
     closed = serial + share * (statistics + refit + layer.search / SEARCH_RATE)
     weights = (2 * layer.parameters + layer.kept + layer.outside) * itemsize
-    batch = (
-        fit.batch_tokens * share * itemsize / 2
-    )  # activations of a layer: of its forward, and for its backward
+    # Activations of a layer: of its forward, and for its backward.
+    batch = fit.batch_tokens * share * itemsize / 2
     forward = weights + batch * (6 * layer.widest + 12 * layer.hidden)
     backward = weights + TRAINED_BYTES * layer.trained + batch * (8 * layer.widest + 32 * layer.hidden)
     return {
@@ -131,7 +131,7 @@ def _largest(
     """The layer with most parameters, and how many layers there are."""
     blocks: dict[str, list[ModulePlan]] = {}
     for module in decided.modules:
-        blocks.setdefault(_block(module), []).append(module)
+        blocks.setdefault(module.module.block, []).append(module)
     counts = {block: _parameters(shapes, block) for block in blocks}
     block = max(counts, key=lambda name: counts[name])
     modules = [m for m in blocks[block] if not m.unchanged]
@@ -147,13 +147,6 @@ def _largest(
         sum(map(_search, modules)),
     )
     return layer, len(blocks)
-
-
-def _block(module: ModulePlan) -> str:
-    """Path of the decoder layer around an attention module: up to its number."""
-    parts = module.path.split(".")
-    number = next((i for i, part in enumerate(parts) if part.isdigit()), len(parts) - 1)
-    return ".".join(parts[: number + 1])
 
 
 def _parameters(shapes: Mapping[str, tuple[int, ...]], block: str) -> int:

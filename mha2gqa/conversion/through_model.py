@@ -159,7 +159,7 @@ def _through(
 def _blocks(model: Any, plan: Plan) -> list[str]:
     """Paths of the decoder layers of a model."""
     first = min(plan.modules, key=lambda m: m.module.layer)
-    return block_paths(model, first.path, first.module.layer)
+    return block_paths(model, first.module)
 
 
 def _handed_over(

@@ -86,7 +86,7 @@ class Walk:
         self.ranks, self.clock = Ranks.here(), Clock(layers.device)
         self.clip = find_clip(self.teacher, plan.spec, [m.module for m in plan.modules])
         ordered = sorted(plan.modules, key=lambda m: (m.module.layer, m.module.kind != "self"))
-        self.blocks = block_paths(self.teacher, ordered[0].path, ordered[0].module.layer)
+        self.blocks = block_paths(self.teacher, ordered[0].module)
         self.of_block = {b: [m.path for m in ordered if m.path.startswith(f"{b}.")] for b in self.blocks}
         self.shapes = {name: tuple(x.shape) for name, x in self.teacher.state_dict().items()}
         self.reports: dict[str, dict[str, Any]] = {}

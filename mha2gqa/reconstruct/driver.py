@@ -97,7 +97,7 @@ def reconstruct(
     fits = []
     with frozen(teacher, student), repeatable():
         blocks, originals = (
-            block_paths(model, module.path, module.layer)
+            block_paths(model, module)
             for model, module in ((student, pairs[0].module), (teacher, pairs[0].teacher))
         )
         original = Stream(teacher, inputs, config.batch_size, originals)

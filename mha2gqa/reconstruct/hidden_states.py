@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..architectures import AttentionModule
 from ..calibration import Batch, batches, model_device, run
 from ..errors import UnsupportedModelError
 from .row_store import Memory, RowStore
@@ -75,16 +76,14 @@ def real_positions(inputs: Batch | Tensor) -> Tensor | None:
     return None if mask is None or mask.ndim != 2 or bool(mask.all()) else mask.bool()
 
 
-def block_paths(model: nn.Module, path: str, layer: int) -> list[str]:
+def block_paths(model: nn.Module, module: AttentionModule) -> list[str]:
     """Paths of all blocks of the stack that holds a module, those without attention included.
 
     Args:
         model: The model.
-        path: Of a module inside a block.
-        layer: The number of that block, as it stands in `path`.
+        module: Inside a block of it.
     """
-    parts = path.split(".")
-    container = ".".join(parts[: parts.index(str(layer))])
+    container = module.block.rpartition(".")[0]
     return [f"{container}.{name}" for name, _ in model.get_submodule(container).named_children()]
 
 

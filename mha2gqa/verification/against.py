@@ -61,8 +61,8 @@ def _trained(manifest: Mapping[str, Any], modules: Sequence[AttentionModule]) ->
     fit = facts.get("fit") if isinstance(facts, Mapping) else None
     if not isinstance(fit, Mapping) or fit.get("train") != "layer" or not isinstance(digests, Mapping):
         return set()
-    blocks = {"".join(module.path.partition(f".{module.layer}.")[:2]) for module in modules}
-    return {name for name in digests if name.startswith(tuple(blocks))}
+    blocks = tuple({f"{module.block}." for module in modules})
+    return {name for name in digests if name.startswith(blocks)}
 
 
 def _kept(source: Checkpoint, checkpoint: Checkpoint, name: str) -> bool:

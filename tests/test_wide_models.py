@@ -267,8 +267,9 @@ def test_plan_says_where_wide_heads_pay(tmp_path: Path) -> None:
     # at n cached tokens: 2 bytes of 1.5 x 2^29 more weights against 131,072 fewer bytes a token
     assert wide["pays_above_cached_tokens"] == 2 * 3 * attention // 2 // 131_072 == 12_288
     step = next(s for s in wide["steps"] if (s["batch"], s["context"]) == (8, 8192))
-    assert step["wide_bytes"] == 2 * wide["parameters"]["wide"] + 131_072 * 65_536
-    assert step["double_bytes"] == 2 * wide["parameters"]["double"] + 262_144 * 65_536
+    looked_up = 32_000 * 4096  # the input embedding, of which a step reads single rows
+    assert step["wide_bytes"] == 2 * (wide["parameters"]["wide"] - looked_up) + 131_072 * 65_536
+    assert step["double_bytes"] == 2 * (wide["parameters"]["double"] - looked_up) + 262_144 * 65_536
     flops = wide["attention_flops_per_cached_token"]
     assert flops == {"wide": 2 * flops["plain"], "plain": 4 * 32 * 4096, "double": flops["plain"]}
     assert "--groups 8 --wide 2 " in found.recommended

@@ -112,6 +112,23 @@ def decode_speed(record: Record) -> str:
     return "\n\n".join([about, table, *_shares(record.get("summary", []))])
 
 
+def decode_ways(record: Record) -> str:
+    """Milliseconds of a step by the way its layers run; empty where nothing was tried."""
+    rows = [row for row in record["rows"] if row.get("variant_seconds")]
+    ways = list(dict.fromkeys(way for row in rows for way in row["variant_seconds"]))
+    lines = []
+    for row in rows:
+        best = min(row["variant_seconds"].values())
+        cells = [_asked(row), f"{row['context']:,}", f"{row['kv_heads']} x {row['head_dim']}"]
+        for way in ways:
+            seconds = row["variant_seconds"].get(way)
+            text = "" if seconds is None else f"{seconds * 1e3:.2f}"
+            cells.append(f"**{text}**" if seconds == best else text)
+        lines.append(cells)
+    head = ["batch or memory", "context", "KV heads", *ways]
+    return f"Milliseconds of a step by the way its layers run.\n\n{markdown(head, lines)}" if rows else ""
+
+
 def _shares(summary: Sequence[Record]) -> list[str]:
     """How much of what bytes predict each number of heads reaches, and what wide heads cost of a step."""
     said = []

@@ -18,7 +18,14 @@ from _loss_tables import OBJECTIVES, ce_weight, cost, quality, sweep
 from _markdown import markdown, measured_on
 from _quality_frontier import bars, positions, probes, same_bytes, sizes, wide_references
 from _real import decoding, real
-from _speed_tables import calibrate_speed, closed_form_speed, convert_speed, decode_speed, uptrain_large
+from _speed_tables import (
+    calibrate_speed,
+    closed_form_speed,
+    convert_speed,
+    decode_speed,
+    decode_ways,
+    uptrain_large,
+)
 from _suites import fuzz, kills
 
 RESULTS = Path(__file__).parent / "results"
@@ -215,7 +222,7 @@ RENDERERS: dict[str, Sequence[Callable[[Mapping[str, Any]], str]]] = {
     "benchmarks/uptrain_adapters.py": (uptrain_adapters,),
     "benchmarks/closed_form_speed.py": (closed_form_speed,),
     "benchmarks/calibrate_speed.py": (calibrate_speed,),
-    "benchmarks/decode_speed.py": (decode_speed,),
+    "benchmarks/decode_speed.py": (decode_speed, decode_ways),
     "benchmarks/uptrain_large.py": (uptrain_large,),
     "benchmarks/evaluate_speed.py": (evaluate_speed,),
     "benchmarks/paper_groups.py": (sweep,),

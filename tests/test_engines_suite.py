@@ -125,6 +125,9 @@ def test_the_page_says_what_storing_costs_and_orders_caches_by_bytes() -> None:
     def row(model: str, weights: str, cache: str, loss: float, engine: str = "llama.cpp") -> dict[str, Any]:
         return {"model": model, "engine": engine, "weights": weights, "cache": cache, "loss": loss}
 
+    def paired(made: dict[str, Any], *losses: float) -> dict[str, Any]:
+        return made | {"chunk_losses": list(losses)}
+
     def about(heads: int) -> dict[str, Any]:
         numbers = heads * 64
         return {
@@ -151,8 +154,31 @@ def test_the_page_says_what_storing_costs_and_orders_caches_by_bytes() -> None:
         ],
     }  # fmt: skip
     text = served(record)
-    assert "| llama.cpp | q8_0 | 3.0010 (+0.0010) | 3.1025 (+0.0025) | +0.0015 |" in text
-    assert "| llama.cpp | f32 | 3.0000 | 3.1000 |  |" in text
+    assert (
+        "| `m`, 16 → 4, refitted | llama.cpp | q8_0 | 3.0000 | +0.0010 | 3.1000 | +0.0025 | +0.0015 |" in text
+    )
+    assert "standard errors in" not in text  # one chunk tells nothing of errors
+    other = record | {
+        "original": "n",
+        "protocol": {"context": 512, "chunks": 2},
+        "rows": [
+            paired(row("original", "f32", "f16", 3.0), 2.0, 4.0), paired(row("g4", "f32", "f16", 3.1), 2.1, 4.1),
+            paired(row("original", "q8_0", "f16", 3.0), 2.0, 4.0), paired(row("g4", "q8_0", "f16", 3.12), 2.115, 4.125),
+        ],
+    }  # fmt: skip
+    both = served(record, others=[other])
+    assert (
+        "+0.0000 ± 0.0000 | 3.1000 | +0.0200 ± 0.0050 | +0.0200 ± 0.0050 |" in both
+        and "(2 to 16 of them)" in both
+    )
+    assert (
+        "Of 1 comparisons the conversion pays more by over 2 standard errors in 1, and less in 0. q8_0: +0.0200 to +0.0200."
+        in both
+    )
+    assert (
+        "0.0200 ± 0.0050 (`n`, 16 → 4, refitted, q8_0 in llama.cpp), where sharing heads itself costs 0.1000"
+        in both
+    )
     lines = text.splitlines()
     order = [
         next(i for i, line in enumerate(lines) if line.startswith(start))
@@ -165,7 +191,7 @@ def test_the_page_says_what_storing_costs_and_orders_caches_by_bytes() -> None:
     ]
     assert order == sorted(order)
     assert "| original, 16 KV heads | q4_0 | 576 | 28% | 3.0500 | +0.0500 |" in text
-    assert "GQA-4, calibrated on 1,000 tokens" in text
+    assert "- `m`, 16 → 4, refitted: merged on 1,000 tokens" in text
     assert served(None) == "" and served({"rows": []}) == ""
     assert "have not been compared" in text
     timed = [
@@ -190,6 +216,32 @@ def test_the_page_says_what_storing_costs_and_orders_caches_by_bytes() -> None:
     assert "| 28% | 3.0500 | +0.0500 | 3.0400 | 12.0 (×1.20) |" in text and "*Loss in transformers*" in text
     of_two = speeds | {"setup": shape | {"share": 2}}  # another share of heads: no figure of that form
     assert "| GQA-4 | f16 | 512 | 25% | 3.1000 | +0.1000 |  |" in served(record, of_two)
+
+
+def test_losses_of_chunks_are_read_where_the_last_words_are_lost(tmp_path: Path) -> None:
+    quality = script("engines/served_quality.py")
+    said = "tokenizing ..\n[1]10.0000,[2]20.0000,"  # no [3], no final estimate
+    asked: list[Any] = []
+    models = SimpleNamespace(
+        args=SimpleNamespace(chunks=2, context=512, threads=1, llama_cpp_bin=tmp_path),
+        text="t",
+        folders={"original": "", "g4": ""},
+        gguf=lambda name, weights: (tmp_path, {}),
+        run=lambda *words: (asked.append(words), said)[1],
+    )
+    row = quality.in_llama_cpp(models, "original", "q8_0", "f16")
+    assert asked[0][asked[0].index("--chunks") + 1] == 3
+    assert row["chunk_losses"] == pytest.approx([np.log(10), 2 * np.log(20) - np.log(10)])
+    assert row["loss"] == pytest.approx(np.log(20))
+    models.args.chunks = 3
+    with pytest.raises(SystemExit, match="2 chunks of 3"):
+        quality.in_llama_cpp(models, "original", "q8_0", "f16")
+    models.args = SimpleNamespace(engines=["transformers"], weights_only=True)
+    assert [(key["model"], key["weights"]) for key, _ in quality.rows(models)] == [
+        (name, bits) for bits in ("float32", "int8") for name in ("original", "g4")
+    ]
+    models.args = SimpleNamespace(engines=quality.ENGINES, weights_only=False)
+    assert len(list(quality.rows(models))) == 2 * (3 + 2 + 2 + 2 + 2)
 
 
 def test_quantised_caches_of_transformers_are_measured_and_shown(

@@ -90,7 +90,7 @@ def test_decoding_is_rendered_beside_what_bytes_predict(tmp_path: Path) -> None:
         },
         "rows": [
             timed | {"kv_heads": 8, "groups": 8},
-            timed | {"kv_heads": 2, "groups": 2, "tokens_per_second": 4000.0},
+            timed | {"kv_heads": 2, "groups": 2, "tokens_per_second": 4000.0, "variant_seconds": {"a": 3e-3, "b": 2.5e-3}},
             timed | wide,
             {"kind": "budget", "memory_bytes": 24e9, "context": 4096, "kv_heads": 8, "groups": 8, "wide": 1,
              "head_dim": 64, "reason": "does not fit"},
@@ -102,7 +102,8 @@ def test_decoding_is_rendered_beside_what_bytes_predict(tmp_path: Path) -> None:
     }  # fmt: skip
     path = tmp_path / "decode_speed.json"
     path.write_text(json.dumps(record))
-    (text,) = tables.tables(path)
+    text, ways = tables.tables(path)
+    assert "| KV heads | a | b |" in ways and "| 4 | 2,048 | 2 x 64 | 3.00 | **2.50** |" in ways
     assert "| 4 | 2,048 | 8 x 64 | 4 | 2.50 | 1,600 | 71% |  |  |  |" in text
     assert "| 4 | 2,048 | 2 x 64 | 4 | 2.50 | 4,000 | 71% | 2.50 | 2.60 |  |" in text
     assert "| 4 | 2,048 | 1 x 128 | 4 | 2.50 | 1,600 | 71% | 2.40 | 2.50 | 1.04 |" in text

@@ -96,7 +96,7 @@ transformers 4, so an engine may be built on either.
 vllm serve OUT --tensor-parallel-size 2
 ```
 
-**SGLang** (not run here: it needs a GPU)
+**SGLang** (not run here: its wheels, 0.5.23, want a GPU with CUDA 13, and its build for processors is compiled from sources)
 
 <!-- not run: engines are not installed where the tests run -->
 ```sh
@@ -117,7 +117,8 @@ llama-server -m GGUF/OUT.gguf
 on the result. A tokenizer that llama.cpp does not know needs `--pre-tokenizer NAME`; either way a hundred lines must
 come out as the same tokens, or nothing is written.
 
-**Ollama** takes the same file:
+**Ollama** takes the same file (not run here: it is in no package index that was at hand, and its Go modules could not be had; its
+sources of August 2026 start llama.cpp's server, b10488, on the file, so it should load what llama.cpp loads):
 
 <!-- not run: engines are not installed where the tests run -->
 ```sh
@@ -313,7 +314,11 @@ def page(data: dict[str, Any]) -> str:
         controls=controls,
         stated=stated,
     )
-    quality = served(*(_record(path) for path in (SERVED, SPEED, QUANTISED)))
+    others = [
+        json.loads(path.read_text(encoding="utf-8"))
+        for path in sorted(SERVED.parent.glob("served_quality_*.json"))
+    ]
+    quality = served(*(_record(path) for path in (SERVED, SPEED, QUANTISED)), others)
     return (
         text
         + reasons(data)

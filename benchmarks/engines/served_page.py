@@ -1,9 +1,11 @@
-"""The section of docs/serving.md on loss as served, from benchmarks/results/served_quality.json."""
+"""The section of docs/serving.md on loss as served, from benchmarks/results/served_quality*.json."""
 
 from __future__ import annotations
 
+import itertools
+import statistics
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,100 +16,168 @@ Record = Mapping[str, Any]
 
 HEAD = """## Quality as served
 
-Loss in nats per token of `{original}` and of its conversions, with weights and caches as engines store them: {chunks}
-chunks of {context} tokens of `{text}`, the second half of each scored, as llama-perplexity does. In brackets: what storing
-costs, against the same model in float32 in the same engine. {made}
+Loss in nats per token with weights as engines store them, of multi-head models and of their conversions: chunks of {context} tokens
+of `{text}` ({chunks} of them), the second half of each scored, as llama-perplexity does. *Stored costs*: what storing adds to the loss of the
+same model in float32 in the same engine, with the standard error over chunks; the last column is how much more it adds to
+the conversion's. q4_k_m keeps some tensors in more bits, and those whose rows are no multiple of 256 numbers.
+torchao's int8 rounds weights alone, CTranslate2's activations too.
 
-Measured with {llama_cpp} (llama.cpp), {packages}; {hardware}.
+{made}
+
+Measured with {engines}; {hardware}.
 """
+CERTAIN = 2  # standard errors from which on a difference is called one
 
 
-def served(record: Record | None, speed: Record | None = None, quantised: Record | None = None) -> str:
+def served(
+    record: Record | None,
+    speed: Record | None = None,
+    quantised: Record | None = None,
+    others: Sequence[Record] = (),
+) -> str:
     """The section; empty where nothing was measured.
 
     Args:
-        record: Losses.
+        record: Losses of the model whose caches were quantised too.
         speed: Tokens per second in llama.cpp.
         quantised: Of transformers' quantised caches.
+        others: Losses of other models, weights alone.
     """
     if not record or not record["rows"]:
         return ""
-    protocol = record["protocol"]
+    records = [record, *others]
+    chunks = [one["protocol"]["chunks"] for one in records]
+    packages = dict(item for one in records for item in one["packages"].items())
+    numbers = dict.fromkeys(
+        one["llama_cpp"].removeprefix("version: ") for one in records if "llama_cpp" in one
+    )
+    engines = [f"llama.cpp {number}" for number in numbers]
     head = HEAD.format(
-        original=record["original"],
-        chunks=protocol["chunks"],
-        context=protocol["context"],
+        context=record["protocol"]["context"],
+        chunks=f"{min(chunks)} to {max(chunks)}" if len(set(chunks)) > 1 else chunks[0],
         text=record["text"]["name"],
-        made=_made(record),
-        llama_cpp=record["llama_cpp"],
-        packages=", ".join(f"{name} {number}" for name, number in record["packages"].items()),
+        made="\n".join(line for one in records for line in _made(one)),
+        engines=", ".join([*engines, *(f"{name} {number}" for name, number in packages.items())]),
         hardware=f"{record['hardware']['cpu']}, {record['hardware']['cores']} cores",
     )
-    parts = [head, _weights(record), "", CACHES_HEAD, _caches(record, speed), "", gpu(quantised)]
+    parts = [head, _weights(records), "", CACHES_HEAD, _caches(record, speed), "", gpu(quantised)]
     return "\n".join(parts).rstrip("\n") + "\n"
 
 
-def _made(record: Record) -> str:
-    """How each conversion was made."""
+def _how(record: Record, name: str) -> str:
+    """How a conversion was made, in a word."""
+    about = record["models"][name].get("calibration") or {}
+    if not about.get("unique_tokens"):
+        return "merged"
+    return "regressed" if about.get("token_visits") else "refitted"
+
+
+def _made(record: Record) -> list[str]:
+    """How each conversion was made, a line of a list each."""
     said = []
-    for name, model in record["models"].items():
-        about = model.get("calibration")
-        if about:
-            visits = about.get("token_visits") or 0
-            said.append(
-                f"`{name}`: GQA-{model['kv_heads']}, calibrated on {about['unique_tokens']:,} tokens, "
-                f"{visits:,} token visits of fits (a small conversion: what counts here is the difference)."
-            )
-    return " ".join(said)
+    for name in record["models"]:
+        about = record["models"][name].get("calibration") or {}
+        how = {
+            "merged": "weights alone, without text",
+            "refitted": f"merged on {about.get('unique_tokens') or 0:,} tokens, and output projections refitted in closed form",
+            "regressed": f"the same on {about.get('unique_tokens') or 0:,} tokens, and {about.get('token_visits') or 0:,} "
+            "token visits of regressions",
+        }[_how(record, name)]
+        said += [] if name == "original" else [f"- {_what(record, name)}: {how}."]
+    return said
 
 
-def _base(record: Record, row: Record) -> float | None:
-    """The loss of the same model in float32 in the same engine."""
+def _what(record: Record, name: str) -> str:
+    heads = [_heads(record, model) for model in ("original", name)]
+    return f"`{record['original']}`, {heads[0]} → {heads[1]}, {_how(record, name)}"
+
+
+def _chunks(row: Record) -> list[float]:
+    """Losses of its chunks; of a row that has none, its loss."""
+    return list(row.get("chunk_losses") or [row["loss"]])
+
+
+def _cost(record: Record, row: Record) -> list[float]:
+    """What storing adds to each chunk's loss of the same model in float32 in the same engine."""
     for other in record["rows"]:
         whole = other["weights"] in ("f32", "float32") and other["cache"] in ("f16", "f32")
         if whole and (other["model"], other["engine"]) == (row["model"], row["engine"]):
-            return float(other["loss"])
-    return None
+            return [a - b for a, b in zip(_chunks(row), _chunks(other), strict=True)]
+    raise ValueError(f"{record['original']}: {row['engine']} has no row of {row['model']} in float32")
 
 
-def _cell(record: Record, row: Record | None) -> str:
-    if row is None:
-        return ""
-    base = _base(record, row)
-    more = "" if base is None or base == row["loss"] else f" ({row['loss'] - base:+.4f})"
-    return f"{row['loss']:.4f}{more}"
+def _mean(values: Sequence[float]) -> tuple[float, float]:
+    """Mean and its standard error; infinite where there is one value."""
+    error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else float("inf")
+    return statistics.fmean(values), error
 
 
-def _weights(record: Record) -> str:
-    """Weights of each kind, models across."""
-    names = list(record["models"])
-    rows = [row for row in record["rows"] if row["cache"] in ("f16", "f32")]
-    kinds = list(dict.fromkeys((row["engine"], row["weights"]) for row in rows))
-    lines = ["| engine | weights | " + " | ".join(_name(record, n) for n in names) + " | GQA pays more by |"]
-    lines.append("|---" * (len(names) + 3) + "|")
-    for engine, weights in kinds:
-        mine = {row["model"]: row for row in rows if (row["engine"], row["weights"]) == (engine, weights)}
-        cells = [_cell(record, mine.get(name)) for name in names]
-        lines.append(f"| {engine} | {weights} | " + " | ".join(cells) + f" | {_excess(record, mine)} |")
-    return "\n".join(lines)
+def _signed(values: Sequence[float]) -> str:
+    mean, error = _mean(values)
+    return f"{mean:+.4f}" + (f" ± {error:.4f}" if error < float("inf") else "")
 
 
-def _excess(record: Record, mine: Mapping[str, Record]) -> str:
-    """How much more storing costs each conversion than the original."""
-    cost = {name: row["loss"] - (_base(record, row) or row["loss"]) for name, row in mine.items()}
-    if "original" not in cost or not any(cost.values()):
-        return ""
-    return ", ".join(f"{x - cost['original']:+.4f}" for name, x in cost.items() if name != "original")
+def _weights(records: Sequence[Record]) -> str:
+    """Every way of storing weights, the original and a conversion in a line."""
+    lines = [
+        "| | engine | weights | original | stored costs | conversion | stored costs | conversion pays more by |"
+    ]
+    lines.append("|---" * 8 + "|")
+    compared = []
+    for record in records:
+        rows = [row for row in record["rows"] if row["cache"] in ("f16", "f32")]
+        by_key = {(row["model"], row["engine"], row["weights"]): row for row in rows}
+        names = [name for name in record["models"] if name != "original"]
+        stored = [key[1:] for key in by_key if key[0] == "original" and key[2] not in ("f32", "float32")]
+        for name, (engine, weights) in itertools.product(names, stored):
+            first, mine = (by_key.get((model, engine, weights)) for model in ("original", name))
+            if first is None or mine is None:
+                continue
+            costs = [_cost(record, row) for row in (first, mine)]
+            more = [b - a for a, b in zip(*costs, strict=True)]
+            bases = [row["loss"] - _mean(cost)[0] for row, cost in zip((first, mine), costs, strict=True)]
+            what = _what(record, name)
+            cells = [what, engine, weights, f"{bases[0]:.4f}", _signed(costs[0]), f"{bases[1]:.4f}"]
+            lines.append("| " + " | ".join([*cells, _signed(costs[1]), _signed(more)]) + " |")
+            compared.append((what, engine, weights, more, bases[1] - bases[0]))
+    return "\n".join([*lines, *_said(compared)])
+
+
+def _said(compared: Sequence[tuple[str, str, str, list[float], float]]) -> list[str]:
+    """What follows from the table, where differences have errors."""
+    known = [(*row, *_mean(row[3])) for row in compared if len(row[3]) > 1]
+    if not known:
+        return []
+    more = [row for row in known if row[-2] > CERTAIN * row[-1]]
+    less = [row for row in known if row[-2] < -CERTAIN * row[-1]]
+    text = (
+        f"Of {len(known)} comparisons the conversion pays more by over {CERTAIN} standard errors in {len(more)}, and less in "
+        f"{len(less)}."
+    )
+    for weights in dict.fromkeys(row[2] for row in known):
+        means = [row[-2] for row in known if row[2] == weights]
+        text += f" {weights}: {min(means):+.4f} to {max(means):+.4f}."
+    if more:
+        what, engine, weights, *_, gap, mean, error = max(more, key=lambda row: row[-2])
+        text += (
+            f" The most it pays is {mean:.4f} ± {error:.4f} ({what}, {weights} in {engine}), where sharing heads itself "
+            f"costs {gap:.4f}."
+        )
+    return ["", text]
+
+
+def _heads(record: Record, name: str) -> int:
+    return int(record["models"][name]["kv_heads"])
 
 
 def _name(record: Record, name: str) -> str:
-    heads = record["models"][name]["kv_heads"]
+    heads = _heads(record, name)
     return f"original, {heads} KV heads" if name == "original" else f"GQA-{heads}"
 
 
 CACHES_HEAD = """### Fewer heads or fewer bits
 
-KV caches in 8 and 4 bits (llama.cpp's `-ctk` and `-ctv`; scales counted) are what people do instead, and they work with fewer
+Of the first of these models. KV caches in 8 and 4 bits (llama.cpp's `-ctk` and `-ctv`; scales counted) are what people do instead, and they work with fewer
 heads too. Sorted by the bytes that a token takes; losses with weights in float32.
 """
 

@@ -5,8 +5,9 @@
 
 `mha2gqa export` hands each model to llama.cpp and CTranslate2; `llama-quantize` and `llama-perplexity` are llama.cpp's own
 (FOLDER has both), torchao quantises a model in transformers, hqq its caches. Everywhere the same text is cut into chunks of `--context`
-tokens, of which the second half is scored, as llama-perplexity does: losses of all engines are comparable. A row that is
-there is not made again.
+tokens, of which the second half is scored, as llama-perplexity does: losses of all engines are comparable, and each row has
+those of its chunks, so that differences have paired errors. A row that is there is not made again. `--engines` names those that
+have the model's class, `--weights-only` leaves quantised caches out.
 """
 
 from __future__ import annotations
@@ -14,13 +15,15 @@ from __future__ import annotations
 import argparse
 import hashlib
 import importlib.metadata
+import itertools
 import json
 import math
 import os
 import re
+import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +36,9 @@ from mha2gqa.kv_cache import kv_bytes_per_token, kv_layers
 
 WEIGHTS = ("f32", "q8_0", "q4_k_m")  # of llama.cpp
 CACHES = {"f16": 16.0, "q8_0": 8.5, "q4_0": 4.5}  # bits of a cached number, scales included
-ATTEMPTS = 3  # its last lines can be lost where the machine is busy
-ESTIMATE = re.compile(r"Final estimate: PPL = ([\d.]+) \+/- ([\d.]+)")
+ATTEMPTS = 3
+RUNNING = re.compile(r"\[(\d+)\]([\d.]+),")  # perplexity of all chunks so far
+ENGINES = ("llama.cpp", "transformers", "ctranslate2")
 
 
 class Models:
@@ -48,7 +52,7 @@ class Models:
 
     def _enough_text(self) -> str:
         """Documents for the chunks that are asked for: engines tokenise all that they are given."""
-        enough, found, size = self.args.chunks * self.args.context * 6, [], 0
+        enough, found, size = (self.args.chunks + 1) * self.args.context * 6, [], 0
         for document in read_documents([str(self.args.text)]):
             found.append(document)
             size += len(document)
@@ -105,22 +109,36 @@ class Models:
 # --- engines -------------------------------------------------------------------------------------------
 
 
+def of_chunks(losses: Sequence[float]) -> dict[str, Any]:
+    """A row of the mean losses of chunks, all of which score as many tokens."""
+    return {"loss": statistics.fmean(losses), "chunk_losses": list(losses)}
+
+
 def in_llama_cpp(models: Models, name: str, weights: str, cache: str) -> dict[str, Any]:
-    """Loss by llama-perplexity."""
+    """Loss by llama-perplexity, which is asked for one chunk more: its last words can be lost where the machine is busy."""
     args = models.args
     file, kinds = models.gguf(name, weights)
     words = [args.llama_cpp_bin / "llama-perplexity", "-m", file, "-f", models.text, "-c", args.context]
-    words += ["-b", args.context, "--chunks", args.chunks, "-t", args.threads, "-ctk", cache, "-ctv", cache]
+    words += [
+        "-b",
+        args.context,
+        "--chunks",
+        args.chunks + 1,
+        "-t",
+        args.threads,
+        "-ctk",
+        cache,
+        "-ctv",
+        cache,
+    ]
     words += ["-fa", "on"]
-    found = None
     for _ in range(ATTEMPTS):
         said = models.run(*words)
-        if found := ESTIMATE.search(said):
-            break
-    if found is None:
-        raise SystemExit(f"llama-perplexity gave no estimate\n{said[-2000:]}")
-    perplexity, error = map(float, found.groups())
-    return {"loss": math.log(perplexity), "standard_error": error / perplexity, "stored_as": kinds}
+        sums = [0.0] + [int(i) * math.log(float(perplexity)) for i, perplexity in RUNNING.findall(said)]
+        if len(sums) > args.chunks:
+            losses = [after - before for before, after in itertools.pairwise(sums)]
+            return of_chunks(losses[: args.chunks]) | {"stored_as": kinds}
+    raise SystemExit(f"llama-perplexity scored {len(sums) - 1} chunks of {args.chunks}\n{said[-2000:]}")
 
 
 def in_transformers(models: Models, name: str, bits: str) -> dict[str, Any]:
@@ -134,15 +152,14 @@ def in_transformers(models: Models, name: str, bits: str) -> dict[str, Any]:
         from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
         quantize_(model, Int8WeightOnlyConfig())
-    total, count = 0.0, 0
+    found = []
     for chunk in models.chunks():
         ids = torch.tensor([chunk])
         with torch.inference_mode():
             logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
         losses = torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none")
-        scored = losses[len(chunk) // 2 :]
-        total, count = total + float(scored.double().sum()), count + len(scored)
-    return {"loss": total / count}
+        found.append(float(losses[len(chunk) // 2 :].double().mean()))
+    return of_chunks(found)
 
 
 def in_quantised_cache(models: Models, name: str, bits: str) -> dict[str, Any]:
@@ -153,7 +170,7 @@ def in_quantised_cache(models: Models, name: str, bits: str) -> dict[str, Any]:
     from mha2gqa.checkpoints.loading import load_model
 
     model = load_model(models.folders[name], dtype="float32", device="cpu")
-    total, count = 0.0, 0
+    found = []
     for chunk in models.chunks():
         ids, half = torch.tensor([chunk]), len(chunk) // 2
         cache = QuantizedCache("hqq", model.config, nbits=int(bits), axis_key=1, axis_value=1)
@@ -161,8 +178,8 @@ def in_quantised_cache(models: Models, name: str, bits: str) -> dict[str, Any]:
             model(input_ids=ids[:, :half], past_key_values=cache)
             logits = model(input_ids=ids[:, half:], past_key_values=cache).logits[0, :-1].float()
         losses = torch.nn.functional.cross_entropy(logits, ids[0, half + 1 :], reduction="none")
-        total, count = total + float(losses.double().sum()), count + len(losses)
-    return {"loss": total / count}
+        found.append(float(losses.double().mean()))
+    return of_chunks(found)
 
 
 def in_ctranslate2(models: Models, name: str, bits: str) -> dict[str, Any]:
@@ -174,33 +191,29 @@ def in_ctranslate2(models: Models, name: str, bits: str) -> dict[str, Any]:
     folder = models.export(name, "ct2", bits)
     generator = ctranslate2.Generator(str(folder), compute_type=bits, intra_threads=models.args.threads)
     tokenizer = load_tokenizer(models.args.original)
-    total, count = 0.0, 0
+    found = []
     for chunk in models.chunks():
         (scored,) = generator.score_batch([tokenizer.convert_ids_to_tokens(chunk)])
-        losses = scored.log_probs[len(chunk) // 2 :]  # of tokens 1, 2, …
-        total, count = total - sum(losses), count + len(losses)
-    return {"loss": total / count}
+        found.append(-statistics.fmean(scored.log_probs[len(chunk) // 2 :]))  # of tokens 1, 2, …
+    return of_chunks(found)
 
 
 def rows(models: Models) -> Iterator[tuple[dict[str, Any], Any]]:
-    """Every row's key, and what makes it."""
-    names = list(models.folders)
-    for weights in WEIGHTS:
-        for name in names:
-            key = {"model": name, "engine": "llama.cpp", "weights": weights, "cache": "f16"}
-            yield key, (in_llama_cpp, name, weights, "f16")
-    for cache in CACHES:
-        for name in names if cache != "f16" else ():
-            key = {"model": name, "engine": "llama.cpp", "weights": "f32", "cache": cache}
-            yield key, (in_llama_cpp, name, "f32", cache)
-    for engine, call, kinds in (
-        ("transformers", in_transformers, ("float32", "int8")),
-        ("ctranslate2", in_ctranslate2, ("float32", "int8")),
-    ):
-        for bits in kinds:
+    """Every row's key, and what makes it, of the engines that are asked."""
+    names, engines = list(models.folders), models.args.engines
+    caches = not models.args.weights_only
+    if "llama.cpp" in engines:
+        kinds = [(weights, "f16") for weights in WEIGHTS]
+        kinds += [("f32", cache) for cache in CACHES if cache != "f16" and caches]
+        for weights, cache in kinds:
+            for name in names:
+                key = {"model": name, "engine": "llama.cpp", "weights": weights, "cache": cache}
+                yield key, (in_llama_cpp, name, weights, cache)
+    for engine, call in (("transformers", in_transformers), ("ctranslate2", in_ctranslate2)):
+        for bits in ("float32", "int8") if engine in engines else ():
             for name in names:
                 yield {"model": name, "engine": engine, "weights": bits, "cache": "f32"}, (call, name, bits)
-    for bits in ("8", "4"):
+    for bits in ("8", "4") if caches and "transformers" in engines else ():
         for name in names:
             key = {"model": name, "engine": "transformers", "weights": "float32", "cache": f"hqq-{bits}"}
             yield key, (in_quantised_cache, name, bits)
@@ -214,6 +227,7 @@ def about(models: Models) -> dict[str, Any]:
         layer = kv_layers(config)[0]
         numbers = kv_bytes_per_token(config, 1)
         found[name] = {
+            "class": config["architectures"][0],
             "kv_heads": layer.heads,
             "head_dim": layer.key_dim,
             "cache_bytes_per_token": {cache: numbers * bits / 8 for cache, bits in CACHES.items()},
@@ -225,18 +239,20 @@ def about(models: Models) -> dict[str, Any]:
                 key: known.get("calibration", {}).get(key)
                 for key in ("unique_tokens", "token_visits", "losses")
             }
-    version = models.run(args.llama_cpp_bin / "llama-perplexity", "--version")
     packages = {
         name: importlib.metadata.version(name)
         for name in ("ctranslate2", "torchao", "hqq")
         if any(importlib.metadata.packages_distributions().get(name, []))
     }
+    of_engines = {"packages": packages}
+    if "llama.cpp" in args.engines:
+        said = models.run(args.llama_cpp_bin / "llama-perplexity", "--version").splitlines()
+        of_engines["llama_cpp"] = next(line for line in said if line.startswith("version"))
     digest = hashlib.sha256(models.text.read_bytes()).hexdigest()[:16]
     return {
         "command": "benchmarks/engines/served_quality.py",
         **provenance(seed=0),
-        "llama_cpp": next(line for line in version.splitlines() if line.startswith("version")),
-        "packages": packages,
+        **of_engines,
         "protocol": {"context": args.context, "chunks": args.chunks, "scored": "second half of each chunk"},
         "text": {"name": args.text.name, "sha256": digest},
         "original": Path(args.original).name,
@@ -253,11 +269,15 @@ def main() -> None:
     parser.add_argument("--chunks", type=int, default=64)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--pre-tokenizer", default="gpt-2")
-    parser.add_argument("--llama-cpp", type=Path, required=True, help="sources, for the converter")
-    parser.add_argument("--llama-cpp-bin", type=Path, required=True, help="folder of llama-perplexity")
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=ENGINES)
+    parser.add_argument("--weights-only", action="store_true", help="quantised weights, no quantised caches")
+    parser.add_argument("--llama-cpp", type=Path, help="sources, for the converter")
+    parser.add_argument("--llama-cpp-bin", type=Path, help="folder of llama-perplexity and llama-quantize")
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--out", type=Path, default=RESULTS / "served_quality.json")
     args = parser.parse_args()
+    if "llama.cpp" in args.engines and not (args.llama_cpp and args.llama_cpp_bin):
+        parser.error("llama.cpp needs --llama-cpp and --llama-cpp-bin")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     models = Models(args)
     record = about(models)

@@ -80,6 +80,7 @@ class FixedStep:
         self.products: dict[tuple[int, int], Blocks] = {}
         self.outside: list[nn.Module] = []
         self.runs: list[Any] = []
+        self.weights: list[Tensor] = []
         self.indices: dict[nn.Module, Any] = {}
         self.choose: Callable[[Tensor], Tensor] = greedy
         self.replay: Callable[[], None] = self.step
@@ -130,12 +131,14 @@ class FixedStep:
                 continue
             self.seconds[str(variant)] = seconds
             if seconds < best[0]:
-                best = (seconds, (variant, self.replay, self.graph, self.runs))
+                # The next way may replace the weights: a graph reads those that it was captured with.
+                weights = [p.data for p in self.model.parameters()]
+                best = (seconds, (variant, self.replay, self.graph, self.runs, weights))
         if best[1] is None:
             self._become(Variant())
             self._capture()
             return
-        self.variant, self.replay, self.graph, self.runs = best[1]
+        self.variant, self.replay, self.graph, self.runs, self.weights = best[1]
         if self.graph is None:  # what runs is the model itself, which is the last variant now
             self._become(self.variant)
 

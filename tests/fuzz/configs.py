@@ -109,7 +109,15 @@ def _parsed(data: bytes) -> dict[str, Any] | None:
         json.dumps(found, ensure_ascii=False).encode()  # no halves of pairs
     except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
+    return found if isinstance(found, dict) and not _deeper(found, 100) else None
+
+
+def _deeper(value: Any, levels: int) -> bool:
+    """Whether JSON has more levels than the product reads; whether Python itself does depends on its version."""
+    held = [value]
+    for _ in range(levels + 1):
+        held = [x for v in held if isinstance(v, dict | list) for x in (v.values() if isinstance(v, dict) else v)]
+    return bool(held)
 
 
 def grouping(rng: Random, room: Room) -> Trial:

@@ -170,7 +170,9 @@ def _changed_entry(
     if not _has_place(entry):  # an earlier change has broken it already
         return body
     begin, end = entry["data_offsets"]
-    shape = entry["shape"] if isinstance(entry.get("shape"), list) and entry["shape"] else [1]
+    shape = entry.get("shape")
+    if not isinstance(shape, list) or not shape or not all(isinstance(n, int) for n in shape):
+        shape = [1]  # an earlier change has broken it already
     if kind == "offsets":
         entry["data_offsets"] = rng.choice((
             [begin, end - 4], [begin + 4, end], [begin, end + 64], [end, begin], [-4, end], [begin, begin], [begin],

@@ -317,6 +317,21 @@ def test_a_way_that_computes_something_else_is_not_taken(monkeypatch: pytest.Mon
     assert step.warnings == ["layers as they are, merged projections: not taken, its logits are others"]
 
 
+@torch.inference_mode()
+def test_weights_that_a_captured_step_reads_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph reads the addresses that it was captured with; merging gives the weights others."""
+    monkeypatch.setattr(decode, "variants", lambda device, compiled: [Variant(), Variant(merged=True)])
+    seconds, read = iter([1.0, 2.0]), []
+    monkeypatch.setattr(decode.FixedStep, "time", lambda self, steps: next(seconds))
+    model, config = live("llama")
+    step = decode.FixedStep(model, config, 2, 12)
+    monkeypatch.setattr(step, "_capture", lambda: read.append([p.data_ptr() for p in model.parameters()]))
+    with decode._ours(step):
+        step.prefill()
+        step.prepare()
+        assert step.variant == Variant() and [x.data_ptr() for x in step.weights] == read[0] != read[1]
+
+
 def test_ways_are_offered_where_there_is_a_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu, card = torch.device("cpu"), torch.device("cuda")
     assert variants(cpu, True) == [Variant(True)] and variants(cpu, False) == [Variant()]

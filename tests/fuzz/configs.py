@@ -116,7 +116,9 @@ def _deeper(value: Any, levels: int) -> bool:
     """Whether JSON has more levels than the product reads; whether Python itself does depends on its version."""
     held = [value]
     for _ in range(levels + 1):
-        held = [x for v in held if isinstance(v, dict | list) for x in (v.values() if isinstance(v, dict) else v)]
+        held = [
+            x for v in held if isinstance(v, dict | list) for x in (v.values() if isinstance(v, dict) else v)
+        ]
     return bool(held)
 
 

@@ -13,7 +13,7 @@ from pico_models import model_class, pico_config
 
 from mha2gqa.checkpoints.reader import open_checkpoint
 from mha2gqa.commands import bench as bench_module
-from mha2gqa.commands import decode, few_rows, fixed_cache, growing_cache, merged, step_times
+from mha2gqa.commands import decode, fixed_cache, growing_cache, merged, step_times
 from mha2gqa.commands.bench import bench, longest_context
 from mha2gqa.commands.step_variants import Variant, agree, variants
 from mha2gqa.conversion.checkpoint import convert
@@ -89,38 +89,20 @@ def test_the_timed_step_computes_what_a_full_pass_does(model_type: str, changes:
     assert float((logits - full).abs().max()) < torch.finfo(torch.float32).eps * 256 * float(full.abs().max())
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "splits"), [(8, 2, 2), (8, 8, 4), (4, 1, 8)])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 2), (8, 8), (4, 1)])
 @pytest.mark.parametrize("scaling", [None, 0.5])
 @torch.inference_mode()
-def test_one_token_attends_in_parts_as_in_one(
-    heads: int, kv_heads: int, splits: int, scaling: float | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_token_attends_to_every_slot(heads: int, kv_heads: int, scaling: float | None) -> None:
     """Against softmax written out in float64."""
     torch.manual_seed(0)
-    slots, width = splits * fixed_cache.LEAST_PART, 16
+    slots, width = 48, 16
     query = torch.randn(3, heads, 1, width) * 3
     key, value = torch.randn(2, 3, kv_heads, slots, width)
     repeat = heads // kv_heads
     k, v = (x.double().repeat_interleave(repeat, 1) for x in (key, value))
     logits = query.double() @ k.mT * (width**-0.5 if scaling is None else scaling)
-    wanted = logits.softmax(-1) @ v
-    monkeypatch.setattr(fixed_cache, "compiled_flex", fixed_cache.flex_attention)
-    for parts, flex in ((1, False), (splits, False), (splits, True)):
-        found = fixed_cache.one_token(query, key, value, scaling, parts, flex)
-        assert torch.allclose(found.double(), wanted, atol=1e-5, rtol=1e-4)
-
-
-def test_kernels_are_offered_where_parts_are_even_and_long_enough() -> None:
-    assert {k.splits for k in fixed_cache.candidates(4096)} == {1, 2, 4, 8, 16}
-    assert {k.splits for k in fixed_cache.candidates(1024)} == {1, 2, 4, 8}
-    assert {k.splits for k in fixed_cache.candidates(4095)} == {1}
-    assert str(fixed_cache.Kernel("FLASH_ATTENTION", 4)) == "flash in 4 parts"
-    few = fixed_cache.candidates(4096, 64, 132)
-    assert [k.splits for k in few if k.backend == fixed_cache.FLEX] == [4, 8, 16]
-    assert str(fixed_cache.candidates(4096, 128, 132)[-1]) == "flex in 8 parts"
-    assert fixed_cache.candidates(4096, 256, 132) == fixed_cache.candidates(4096)  # heads enough
-    names = {backend.name for kernel in fixed_cache.candidates(4096) for backend in kernel.backends}
-    assert names == {"FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION"}
+    found = fixed_cache.one_token(query, key, value, scaling)
+    assert torch.allclose(found.double(), logits.softmax(-1) @ v, atol=1e-5, rtol=1e-4)
 
 
 @torch.inference_mode()
@@ -132,28 +114,28 @@ def test_the_fastest_kernel_is_found_among_those_that_run(monkeypatch: pytest.Mo
     def timed(call: Any) -> float:
         output = call()
         assert output.shape == (2, 4, 1, 16)
-        tried.append(call.args[4])
+        tried.append(call)
         return 1.0 / len(tried)
 
     monkeypatch.setattr(fixed_cache, "timed", timed)
+    kernels = [fixed_cache.Kernel(f"{name}_ATTENTION") for name in ("CUDNN", "FLASH")] + [
+        fixed_cache.Kernel("MATH")
+    ]
+    monkeypatch.setattr(fixed_cache, "KERNELS", kernels)  # a processor has no cuDNN
     kernel, seconds = fixed_cache.quickest(part, 4)
-    assert kernel.splits == 2 and tried[-1] == 2  # the last is the fastest here
-    assert set(seconds) >= {"flash", "flash in 2 parts"}
+    assert kernel == kernels[-1]  # the last is the fastest here
+    assert seconds == {"flash": 1.0, "math": 0.5}
     assert fixed_cache.fastest(part, 4) == (fixed_cache.Kernel(), {})  # nothing to choose without a GPU
 
 
-@pytest.mark.parametrize("splits", [1, 2])
 @torch.inference_mode()
-def test_a_step_on_a_chosen_kernel_computes_what_a_full_pass_does(
-    splits: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_on_a_chosen_kernel_computes_what_a_full_pass_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """The choice that a GPU makes, on a wide model whose rotary frequencies are looked up in every pass.
 
     Layers are traced as for a compiler; what the compiler of this machine makes of them is seen by `make slow`.
     """
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
-    monkeypatch.setattr(fixed_cache, "LEAST_PART", 8)
-    monkeypatch.setattr(decode, "fastest", lambda part, heads: (fixed_cache.Kernel("", splits), {"x": 1.0}))
+    monkeypatch.setattr(decode, "fastest", lambda part, heads: (fixed_cache.Kernel("MATH"), {"x": 1.0}))
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 1.0, "attention_factor": 1.0}
     rope |= {"short_factor": [1.5] * 4, "long_factor": [1.5] * 4, "original_max_position_embeddings": 16}
     model, config = live("llama", num_key_value_heads=2, num_hidden_layers=3, rope_parameters=rope)
@@ -195,7 +177,7 @@ def test_compiled_layers_share_one_program_and_compute_the_same() -> None:
 def test_a_model_that_does_not_compile_is_timed_without_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     model, config = live("llama")
 
-    def broken(model: Any, options: Any) -> int:
+    def broken(model: Any) -> int:
         for layer in model.model.layers:
             layer.forward = lambda *args, **kwargs: (_ for _ in ()).throw(RuntimeError("no compiler\nat all"))
         return 1
@@ -209,22 +191,7 @@ WAYS = [
     Variant(),
     Variant(True),
     Variant(True, merged=True),
-    Variant(True, merged=True, tuned=True),
-    Variant(True, merged=True, tuned=True, overlapped=True),
-    Variant(True, merged=True, tuned=True, overlapped=True, few_rows=True),
 ]
-
-
-def traced(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Layers are traced as for a compiler; the options that it would get."""
-    real, told = torch.compile, []
-
-    def compiler(function: Any, **words: Any) -> Any:
-        told.append(words.pop("options", None))
-        return real(function, backend="eager", **words)
-
-    monkeypatch.setattr(torch, "compile", compiler)
-    return told
 
 
 @pytest.mark.parametrize("fastest", range(len(WAYS)))
@@ -232,10 +199,8 @@ def test_the_fastest_way_to_run_the_layers_is_taken_and_computes_the_same(
     fastest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The choice that a GPU makes."""
-    told = traced(monkeypatch)
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     monkeypatch.setattr(decode, "variants", lambda device, compiled: WAYS)
-    blocks = few_rows.CHOICES[0]
-    monkeypatch.setattr(decode, "quickest_products", lambda ws, rows: {tuple(w.shape): blocks for w in ws})
     clock = iter([1.0 if i == fastest else 2.0 for i in range(len(WAYS))])
     monkeypatch.setattr(decode.FixedStep, "time", lambda self, steps: (self.replay(), next(clock))[1])
     model, config = live("llama", num_key_value_heads=2, num_hidden_layers=3)
@@ -249,55 +214,11 @@ def test_the_fastest_way_to_run_the_layers_is_taken_and_computes_the_same(
         assert set(step.seconds) == {str(way) for way in WAYS} and len(set(map(str, WAYS))) == len(WAYS)
         step.token.copy_(token)
         step.step()
-    assert {o["triton.enable_pdl"] for o in told if o and "triton.enable_pdl" in o} == {True}
-    assert any(o and o["max_autotune"] for o in told) and None in told
     full = model(torch.cat([step.prompt.expand(2, -1), token], 1)).logits[:, -1:].argmax(-1)
     assert torch.equal(step.token, full)
     assert not any("forward" in m.__dict__ for m in model.modules())
     assert all(torch.equal(x, before[name]) for name, x in model.named_parameters())
     assert not any(x.is_inference() for x in model.parameters())
-
-
-@torch.inference_mode()
-def test_our_products_are_taken_where_they_are_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only for whole blocks of 16-bit weights, and for few rows."""
-    monkeypatch.setattr(few_rows, "find_spec", lambda name: True)
-    weights = [torch.randn(n, 256).to(torch.bfloat16) for n in (64, 96, 96, 33)] + [torch.randn(128, 256)]
-    tried: list[Any] = []
-
-    def timed(call: Any) -> float:
-        outputs = call()
-        tried.append((tuple(outputs[0].shape), len(outputs)))
-        return float(len(tried) != 3)  # the second choice for the first shape
-
-    monkeypatch.setattr(few_rows, "timed", timed)
-    assert few_rows.quickest_products(weights, 5) == {(64, 256): few_rows.CHOICES[1]}
-    whole = len(few_rows.CHOICES)
-    assert tried == [((5, 64), 1)] * (whole + 1) + [((5, 96), 2)] * (whole) + [((5, 33), 1)]
-    assert few_rows.quickest_products(weights, few_rows.MOST_ROWS + 1) == {}
-    product = few_rows.product_by({(64, 256): few_rows.CHOICES[0]})
-    x = torch.randn(2, 3, 256).to(torch.bfloat16)
-    calls: list[Any] = []
-    real = few_rows.few_rows
-    monkeypatch.setattr(few_rows, "few_rows", lambda *args: (calls.append(args[2:]), real(*args))[1])
-    for weight in weights[:4]:
-        assert torch.equal(product(x, weight, None), torch.nn.functional.linear(x, weight))
-    product(torch.cat([x] * 6), weights[0], None)
-    assert calls == [(32, 128, 4, 4)]
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="a kernel of GPUs that overlap kernels")
-@torch.inference_mode()
-def test_our_kernel_multiplies() -> None:
-    if torch.cuda.get_device_capability() < (9, 0):
-        pytest.skip("needs compute capability 9.0")
-    torch.manual_seed(0)
-    for rows in (1, 16, 27, 32):
-        x, weight = (torch.randn(n, 1024, device="cuda").to(torch.bfloat16) for n in (rows, 192))
-        wanted = x.double() @ weight.double().T
-        for blocks in few_rows.CHOICES:
-            found = few_rows.product_by({(192, 1024): blocks})(x, weight, None)
-            assert (found.double() - wanted).norm() < 1e-2 * wanted.norm()
 
 
 @torch.inference_mode()
@@ -332,13 +253,11 @@ def test_weights_that_a_captured_step_reads_are_kept(monkeypatch: pytest.MonkeyP
         assert step.variant == Variant() and [x.data_ptr() for x in step.weights] == read[0] != read[1]
 
 
-def test_ways_are_offered_where_there_is_a_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ways_are_offered_where_there_is_a_choice() -> None:
     cpu, card = torch.device("cpu"), torch.device("cuda")
     assert variants(cpu, True) == [Variant(True)] and variants(cpu, False) == [Variant()]
     assert variants(card, False) == [Variant()]
-    for capability, last in (((8, 0), WAYS[3:4]), ((9, 0), WAYS[4:])):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
-        assert variants(card, True) == WAYS[:3] + last
+    assert variants(card, True) == WAYS
     assert agree(torch.ones(3), torch.ones(3) * 1.01) and not agree(torch.ones(3), -torch.ones(3))
     assert not agree(torch.tensor([float("nan")]), torch.ones(1))
 

@@ -3,7 +3,7 @@
 The cache has one fixed slot a token and every slot is used, so that no mask is needed and the step is the same
 graph every time. Attention reads the shared heads as they are: the queries of a group attend as one head's
 queries, and keys and values are never repeated. On a GPU the step is replayed as one CUDA graph, and its layers run in
-the fastest of several ways (`step_variants`): compiled, projections merged, kernels tuned, as servers do.
+the fastest of several ways (`step_variants`): compiled, projections merged, as servers do.
 """
 
 from __future__ import annotations
@@ -16,15 +16,13 @@ from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import sdpa_kernel
 from transformers import AttentionInterface
 
 from ..kv_cache import kv_layers
 from ..uptraining.model_prep import compile_layers, repeated_layers, undo_compile
-from .few_rows import Blocks, product_by, quickest_products, use_product
-from .fixed_cache import BACKENDS, NAME, FixedCache, Kernel, LayerCache, NotServed, attend, fastest, use
+from .fixed_cache import BACKENDS, NAME, FixedCache, Kernel, LayerCache, NotServed, attend, fastest
 from .merged import Shared, merge_projections, undo_merge
 from .step_times import WARM_UP, DecodeTimes, wait
 from .step_variants import Variant, agree, variants
@@ -76,13 +74,9 @@ class FixedStep:
         self.variant, self.seconds = Variant(), {}  # type: tuple[Variant, dict[str, float]]
         self.hooks: list[Any] = []
         self.merged: list[Shared] = []
-        self.multiplied: list[nn.Linear] = []
-        self.products: dict[tuple[int, int], Blocks] = {}
-        self.outside: list[nn.Module] = []
         self.runs: list[Any] = []
         self.weights: list[Tensor] = []
         self.indices: dict[nn.Module, Any] = {}
-        self.choose: Callable[[Tensor], Tensor] = greedy
         self.replay: Callable[[], None] = self.step
         self.graph: torch.cuda.CUDAGraph | None = None
         named = "cache" in signature(type(model).forward).parameters  # its older name is deprecated
@@ -92,7 +86,7 @@ class FixedStep:
         """One token for every sequence, into `token`; the cache stays as long as it is."""
         out = self.model(input_ids=self.token, position_ids=self.position, **self.keys_and_values)
         self.logits = out.logits
-        self.token.copy_(self.choose(self.logits))
+        self.token.copy_(self.logits[:, -1:].argmax(-1))
 
     def prefill(self) -> float:
         """Fill the cache by a prompt of one sequence, copied to the others; wall seconds to its first token."""
@@ -110,7 +104,6 @@ class FixedStep:
         heads = int(self.model.config.get_text_config().num_attention_heads)
         most = max(self.cache.parts, key=lambda part: part.key.shape[2])
         self.kernel, self.kernels = fastest(most, heads)
-        use(self.kernel)
         with sdpa_kernel(self.kernel.backends), _settled_frequencies(self.model):
             self._choose(variants(self.device, self.compiled))
 
@@ -149,9 +142,10 @@ class FixedStep:
         if variant == Variant():
             return True
         try:
-            self._replace_products(variant)
+            for layer in repeated_layers(self.model) if variant.merged else ():
+                self.merged += merge_projections(layer)
             if variant.compiled:
-                self._compile(variant)
+                self._compile()
             self.step()
         except Exception as error:  # torch.compile raises many kinds; the step runs otherwise, and says so
             name = "layers" if variant == Variant(True) else f"{variant}:"
@@ -159,16 +153,6 @@ class FixedStep:
             self._undo()
             return False
         return True
-
-    def _replace_products(self, variant: Variant) -> None:
-        """Merge projections, and take our kernel where it is faster for this many sequences."""
-        product = product_by(self.products) if variant.few_rows else F.linear
-        for layer in repeated_layers(self.model):
-            self.merged += merge_projections(layer, product) if variant.merged else []
-            self.multiplied += use_product(layer, product) if variant.few_rows else []
-        if variant.few_rows and not self.products:
-            weights = [shared.weight for shared in self.merged] + [m.weight for m in self.multiplied]
-            self.products |= quickest_products(weights, self.token.shape[0])
 
     def _logits(self) -> Tensor:
         """What a step from a fixed token gives."""
@@ -200,7 +184,6 @@ class FixedStep:
 
     def close(self) -> None:
         """Give the model its own attention and layers back."""
-        use(Kernel())
         self._undo()
         self.model.set_attn_implementation(self.before)
 
@@ -210,14 +193,11 @@ class FixedStep:
             hook.remove()
         undo_compile(self.model)
         undo_merge(self.merged)
-        for module in (*self.outside, *self.multiplied):
-            module.__dict__.pop("forward", None)
         for module, index in self.indices.items():
             module.layer_idx = index  # type: ignore[assignment]
-        self.hooks, self.merged, self.multiplied, self.outside = [], [], [], []
-        self.indices, self.choose = {}, greedy
+        self.hooks, self.merged, self.indices = [], [], {}
 
-    def _compile(self, variant: Variant) -> None:
+    def _compile(self) -> None:
         """One program for all layers: each gets the part of the cache that is its own, under one number."""
         layers = repeated_layers(self.model)
         for layer, part in zip(layers, self.cache.parts, strict=True):
@@ -228,18 +208,8 @@ class FixedStep:
                 layer.register_forward_pre_hook(_with_own_part(self.cache, part), with_kwargs=True)
             )
         torch._dynamo.reset()
-        compile_layers(self.model, variant.options)
+        compile_layers(self.model)
         self.runs = [layer.forward for layer in layers]  # a graph replays their kernels
-        if variant.tuned:
-            self._compile_outside(variant)
-
-    def _compile_outside(self, variant: Variant) -> None:
-        """Compile what is small and outside the layers: norms, rotary factors, the choice of the token."""
-        for module in between(self.model):
-            module.forward = torch.compile(module.forward, dynamic=False, options=variant.options)  # type: ignore[method-assign]
-            self.outside.append(module)
-        self.choose = torch.compile(greedy, dynamic=False)
-        self.runs += [module.forward for module in self.outside] + [self.choose]
 
     def _capture(self) -> None:
         """Make the step one CUDA graph, on a GPU."""
@@ -261,24 +231,6 @@ class FixedStep:
             self.warnings.append(f"no CUDA graph: {_first_line(error)}")
             return
         self.replay, self.graph = graph.replay, graph
-
-
-def greedy(logits: Tensor) -> Tensor:
-    """The best token of `[B, T, V]`'s last place, `[B, 1]`."""
-    return logits[:, -1:].argmax(-1)
-
-
-def between(model: PreTrainedModel) -> list[nn.Module]:
-    """Modules of the decoder beside its layers and embeddings: the last norm, rotary factors."""
-    layers = {id(layer) for layer in repeated_layers(model)}
-    for holder in model.modules():
-        if any(id(x) in layers for child in holder.children() for x in child.children()):
-            break
-    return [
-        child
-        for child in holder.children()
-        if not isinstance(child, nn.Embedding) and not any(id(x) in layers for x in child.modules())
-    ]
 
 
 @contextmanager

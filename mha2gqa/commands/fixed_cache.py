@@ -1,8 +1,7 @@
 """A cache of fixed length whose every slot is used, and the attention of one token on it.
 
 Attention reads the shared heads as they are: the queries of a group attend as one head's queries, and keys and
-values are never repeated. Where few heads would leave most of a GPU idle, the slots of a head are split into parts
-that attend side by side, and their outputs are weighed by what each part's softmax summed to, as servers do.
+values are never repeated. A GPU has several kernels for that, of which the fastest for the cache at hand is taken.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import flex_attention
 from transformers import AttentionInterface
 from transformers.cache_utils import DynamicCache
 
@@ -29,13 +27,7 @@ NAME = "fixed_cache_decode"
 BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 # What a layer may hand to attention beside scaling and dropout without changing what is computed here.
 HARMLESS = frozenset({"scaling", "dropout", "is_causal", "sliding_window"})
-SPLITS = (2, 4, 8, 16)
-LEAST_PART = 128  # slots of a part, at least
 TRIALS = 10  # timed calls of each kernel
-FLEX = "FLEX_ATTENTION"  # compiled by torch for the very tensors; splits the slots of few heads itself
-FLEX_SHARES = (2, 4, 8)  # parts for each processor that has nothing to do while every head is one part
-# torch 2.11 would take one stage, which waits for memory.
-FLEX_OPTIONS = {"BLOCK_N": 64, "num_warps": 4, "num_stages": 3}
 
 
 class NotServed(Exception):
@@ -47,21 +39,18 @@ class Kernel:
     """How one token attends.
 
     Args:
-        backend: A name of `SDPBackend`, or `FLEX`; empty for whichever torch takes.
-        splits: Parts of the slots that attend side by side (flash alone gives what weighs them; flex does it itself).
+        backend: A name of `SDPBackend`; empty for whichever torch takes.
     """
 
     backend: str = ""
-    splits: int = 1
 
     @property
     def backends(self) -> list[SDPBackend]:
         """What torch may choose from."""
-        return [getattr(SDPBackend, self.backend)] if self.backend not in ("", FLEX) else BACKENDS
+        return [getattr(SDPBackend, self.backend)] if self.backend else BACKENDS
 
     def __str__(self) -> str:
-        name = self.backend.lower().removesuffix("_attention") or "torch's choice"
-        return f"{name} in {self.splits} parts" if self.splits > 1 else name
+        return self.backend.lower().removesuffix("_attention") or "torch's choice"
 
 
 class LayerCache:
@@ -135,8 +124,6 @@ def attend(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    splits: int = 1,
-    flex: bool = False,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention of query `[B, H, T, d]` on key and value `[B, K, S, d]`: the prompt causally, one token on all."""
@@ -145,7 +132,7 @@ def attend(
         raise NotServed(f"its attention takes {', '.join(unknown)}")
     length, groups = query.shape[2], query.shape[1] // key.shape[1]
     if length == 1:
-        return one_token(query, key, value, scaling, splits, flex).transpose(1, 2).contiguous(), None
+        return one_token(query, key, value, scaling).transpose(1, 2).contiguous(), None
     window = kwargs.get("sliding_window")
     if window is not None and window < length:
         place = torch.arange(length, device=query.device)
@@ -159,9 +146,7 @@ def attend(
     return output.transpose(1, 2).contiguous(), None
 
 
-def one_token(
-    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, splits: int = 1, flex: bool = False
-) -> Tensor:
+def one_token(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
     """Attention of one token on every slot.
 
     The H / K queries of a group are that many queries of one head, `[B, K, H / K, d]`, which every kernel runs on the
@@ -171,57 +156,14 @@ def one_token(
         query: `[B, H, 1, d]`.
         key, value: `[B, K, S, d]` and `[B, K, S, e]`.
         scaling: Of the logits; None for 1 / sqrt(d).
-        splits: Parts of the slots, each attended to alone; one where they would be uneven or short.
-        flex: Let torch's flex attention do it.
 
     Returns:
         `[B, H, 1, e]`.
     """
     batch, heads = query.shape[:2]
-    kv_heads, slots = key.shape[1:3]
-    folded = query.reshape(batch, kv_heads, heads // kv_heads, query.shape[3])
-    if flex:
-        return flex_parts(folded, key, value, scaling, splits).reshape(batch, heads, 1, value.shape[3])
-    if splits == 1 or slots % splits or slots // splits < LEAST_PART:
-        output = nn.functional.scaled_dot_product_attention(folded, key, value, scale=scaling)
-        return output.reshape(batch, heads, 1, value.shape[3])
-    parts = (batch, kv_heads * splits, slots // splits)  # views: slots lie one after the other
-    output, summed = flash(
-        folded.repeat_interleave(splits, 1),
-        key.view(*parts, key.shape[3]),
-        value.view(*parts, value.shape[3]),
-        scaling,
-    )
-    apart = (batch, kv_heads, splits, heads // kv_heads)
-    weight = torch.softmax(summed.view(apart).float(), 2)
-    output = (output.reshape(*apart, value.shape[3]) * weight[..., None]).sum(2)
-    return output.to(value.dtype).reshape(batch, heads, 1, value.shape[3])
-
-
-def flash(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> tuple[Tensor, Tensor]:
-    """Flash attention: the output `[B, K, T, e]` and the logarithm of each softmax's sum `[B, K, T]`."""
-    ops = torch.ops.aten
-    if query.device.type == "cpu":
-        found = ops._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, False, scale=scaling)
-    else:
-        found = ops._scaled_dot_product_flash_attention(query, key, value, 0.0, False, False, scale=scaling)
-    return found[0], found[1]
-
-
-compiled_flex = torch.compile(flex_attention, dynamic=False)  # outside of layers that are compiled themselves
-
-
-def flex_parts(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, splits: int) -> Tensor:
-    """Flex attention of `[B, K, T, d]` on every slot, its kernel for few queries, which splits the slots."""
-    call: Any = flex_attention if torch.compiler.is_compiling() else compiled_flex
-    options = {**FLEX_OPTIONS, "SPLIT_KV": splits}
-    found: Tensor = call(query, key, value, scale=scaling, kernel_options=options)
-    return found
-
-
-def use(kernel: Kernel) -> None:
-    """Let models of the attention implementation `NAME` attend with a kernel from now on."""
-    AttentionInterface.register(NAME, partial(attend, splits=kernel.splits, flex=kernel.backend == FLEX))
+    folded = query.reshape(batch, key.shape[1], heads // key.shape[1], query.shape[3])
+    output = nn.functional.scaled_dot_product_attention(folded, key, value, scale=scaling)
+    return output.reshape(batch, heads, 1, value.shape[3])
 
 
 AttentionInterface.register(NAME, attend)  # no mask function of that name: transformers makes no mask
@@ -230,19 +172,7 @@ AttentionInterface.register(NAME, attend)  # no mask function of that name: tran
 # --- which kernel --------------------------------------------------------------------------------------
 
 
-def candidates(slots: int, streams: int = 0, processors: int = 0) -> list[Kernel]:
-    """Kernels that a GPU may have for one token.
-
-    Args:
-        slots: Of a head.
-        streams: Sequences times KV heads; flex attention, which takes seconds to compile, is offered for few of them.
-        processors: Of the GPU.
-    """
-    whole = [Kernel(name) for name in ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION")]
-    split = [n for n in SPLITS if slots % n == 0 and slots // n >= LEAST_PART]
-    each = processors // streams if streams else 0
-    flex = [Kernel(FLEX, share * each) for share in FLEX_SHARES if each]
-    return whole + [Kernel("FLASH_ATTENTION", n) for n in split] + flex
+KERNELS = tuple(map(Kernel, ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION")))
 
 
 def fastest(part: LayerCache, heads: int) -> tuple[Kernel, dict[str, float]]:
@@ -260,20 +190,14 @@ def quickest(part: LayerCache, heads: int) -> tuple[Kernel, dict[str, float]]:
     Returns:
         The kernel; torch's own choice where none of ours runs.
     """
-    batch, kv_heads, slots, width = part.key.shape
+    batch, width = part.key.shape[0], part.key.shape[3]
     query = torch.zeros(batch, heads, 1, width, dtype=part.key.dtype, device=part.key.device).normal_()
     found: dict[Kernel, float] = {}
-    for kernel in candidates(slots, batch * kv_heads, processors(part.key.device)):
+    for kernel in KERNELS:
         with suppress_refusal(), sdpa_kernel(kernel.backends):
-            flex = kernel.backend == FLEX
-            found[kernel] = timed(partial(one_token, query, part.key, part.value, None, kernel.splits, flex))
+            found[kernel] = timed(partial(one_token, query, part.key, part.value, None))
     best = min(found, key=found.__getitem__) if found else Kernel()
     return best, {str(kernel): seconds for kernel, seconds in found.items()}
-
-
-def processors(device: torch.device) -> int:
-    """Multiprocessors of a GPU, 0 elsewhere."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
 
 
 @contextmanager
@@ -308,6 +232,5 @@ def timed(call: Callable[[], Any]) -> float:
 
 
 __all__ = [
-    "BACKENDS", "NAME", "FixedCache", "Kernel", "LayerCache", "NotServed", "attend", "candidates", "fastest", "one_token",
-    "use",
+    "BACKENDS", "KERNELS", "NAME", "FixedCache", "Kernel", "LayerCache", "NotServed", "attend", "fastest", "one_token",
 ]  # fmt: skip

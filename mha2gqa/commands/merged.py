@@ -7,14 +7,12 @@ The weights of a set become slices of one tensor; values and names stay what the
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 SETS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
@@ -23,11 +21,10 @@ class Shared:
 
     Args:
         modules: The projections, in the order of the slices.
-        product: Of states, weight and bias.
     """
 
-    def __init__(self, modules: list[nn.Linear], product: Product = F.linear) -> None:
-        self.modules, self.product = modules, product
+    def __init__(self, modules: list[nn.Linear]) -> None:
+        self.modules = modules
         self.weight = torch.cat([m.weight.data for m in modules])
         biases = [m.bias.data for m in modules if m.bias is not None]
         self.bias = torch.cat(biases) if biases else None
@@ -38,7 +35,7 @@ class Shared:
     def read(self, states: Tensor, begin: int, end: int) -> Tensor:
         """Columns of the product with states `[..., D]`."""
         if self.states is not states or self.output is None:
-            self.states, self.output = states, self.product(states, self.weight, self.bias)
+            self.states, self.output = states, F.linear(states, self.weight, self.bias)
             self.left = len(self.modules)
         found = self.output[..., begin:end]
         self.left -= 1
@@ -47,12 +44,11 @@ class Shared:
         return found
 
 
-def merge_projections(layer: nn.Module, product: Product = F.linear) -> list[Shared]:
+def merge_projections(layer: nn.Module) -> list[Shared]:
     """Let the projections of a layer that read the same states share one product.
 
     Args:
         layer: Of a decoder. Weights in it become slices of new tensors with the same values.
-        product: Of states, weight and bias.
 
     Returns:
         For `undo_merge`; none where the layer names its projections otherwise, or one is no plain linear layer.
@@ -62,7 +58,7 @@ def merge_projections(layer: nn.Module, product: Product = F.linear) -> list[Sha
         for names in SETS:
             modules: list[Any] = [getattr(parent, name, None) for name in names]
             if all(type(m) is nn.Linear for m in modules) and _alike(modules):
-                found.append(_merge(modules, product))
+                found.append(_merge(modules))
     return found
 
 
@@ -82,8 +78,8 @@ def _alike(modules: list[Any]) -> bool:
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def _merge(modules: list[nn.Linear], product: Product) -> Shared:
-    shared, begin = Shared(modules, product), 0
+def _merge(modules: list[nn.Linear]) -> Shared:
+    shared, begin = Shared(modules), 0
     for module in modules:
         end = begin + module.out_features
         module.weight.data = shared.weight[begin:end]
@@ -102,4 +98,4 @@ def _reader(shared: Shared, begin: int, end: int) -> Any:
     return forward
 
 
-__all__ = ["Product", "Shared", "merge_projections", "undo_merge"]
+__all__ = ["Shared", "merge_projections", "undo_merge"]

@@ -125,7 +125,7 @@ def set_dropout(model: nn.Module, probability: float) -> float:
 # --- compiling ---
 
 
-def compile_layers(model: nn.Module, options: dict[str, Any] | None = None) -> int:
+def compile_layers(model: nn.Module) -> int:
     """Compile each block's forward; hooks, masks and the loss stay outside.
 
     The blocks share one compiled program. Attention masks are made eagerly, so that a causal model
@@ -133,7 +133,6 @@ def compile_layers(model: nn.Module, options: dict[str, Any] | None = None) -> i
 
     Args:
         model: Any transformers model.
-        options: Of torch.compile; None for its defaults.
 
     Returns:
         The number of blocks compiled.
@@ -143,7 +142,7 @@ def compile_layers(model: nn.Module, options: dict[str, Any] | None = None) -> i
     name = "recompile_limit" if hasattr(dynamo, "recompile_limit") else "cache_size_limit"
     setattr(dynamo, name, max(getattr(dynamo, name), 16))  # train, eval and gradient-free variants
     for layer in layers:
-        layer.forward = torch.compile(layer.forward, dynamic=False, options=options)  # type: ignore[method-assign]
+        layer.forward = torch.compile(layer.forward, dynamic=False)  # type: ignore[method-assign]
     return len(layers)
 
 

@@ -58,7 +58,7 @@ def test_a_layer_is_its_rounded_weights(dtype, biased):
 
 
 def test_parameters_are_what_fsdp2_of_older_versions_shards():
-    """Before torch 2.13 it makes each a parameter with a gradient, and freezes it then."""
+    """In torch 2.11 it makes each a parameter with a gradient, and freezes it then."""
     layer = EightBitLinear(torch.randn(6, 5).bfloat16(), torch.randn(6).bfloat16())
     for p in layer.parameters():
         part = nn.Parameter(p.detach().new_zeros(8, *p.shape[1:]))

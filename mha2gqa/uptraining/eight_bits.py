@@ -15,7 +15,7 @@ from ..errors import UsageError
 logger = logging.getLogger(__name__)
 
 LEVELS = 127  # of either sign
-# What the integers are kept as, bit by bit: FSDP2 of torch before 2.13 shards parameters of floating dtypes alone.
+# What the integers are kept as, bit by bit: FSDP2 of torch 2.11 shards parameters of floating dtypes alone.
 KEPT_AS = torch.float8_e4m3fn
 
 

@@ -17,11 +17,9 @@ VARIANTS = {
     "fits100": "refit+reconstruct+100 steps",
     "fits300": "refit+reconstruct+300 steps",
     "fits1340": "refit+reconstruct+1,340 steps",
-    "layer": "refit+reconstruct+whole layers",
-    "layer03": "refit+reconstruct+whole layers, rest at 0.03",
+    "layer03": "refit+reconstruct+whole layers",
+    "layer": "refit+reconstruct+whole layers, rest at 0.1",
     "layer30": "refit+reconstruct+whole layers, rest at 0.3",
-    "layer300": "refit+reconstruct+whole layers, 300 steps",
-    "layer2000": "refit+reconstruct+whole layers, 2,000 steps",
     "e2e": "refit+reconstruct+distill",
 }
 SCRATCH = "trained from scratch with G heads"
@@ -33,7 +31,7 @@ def record(path: Path) -> dict[str, Any]:
 
     Args:
         path: The ledger. Of several rows with one key and the same rates the last counts; a row whose rates are not
-            those that the tuning rows choose says so (`at_rate`), and is a row of its own.
+            those that the tuning rows choose says so (`at_rate`), and is a row of its own. `tuning` has the tuning rows.
 
     Raises:
         StopIteration: It holds no row of the original.
@@ -63,11 +61,14 @@ def record(path: Path) -> dict[str, Any]:
         "runs": runs,
         "rows": rows,
         "entries": table,
+        "tuning": list(tuned.values()),
     }
 
 
 def _at_rate(entry: dict[str, Any], tuned: dict[str, dict[str, Any]]) -> str:
-    """`rate 0.001` where an entry was not made at the rates that tuning chose, else nothing."""
+    """`rate 0.001` where an entry was not made at the rates that tuning chose, else nothing; so where none were tuned."""
+    if not tuned:
+        return ""
     chosen = rates_of(Cell.of(entry), tuned)
     other = {kind: rate for kind, rate in entry.get("rates", chosen).items() if rate != chosen.get(kind)}
     names = {kind: "fit rate" if kind == "fit" else "rate" for kind in other}

@@ -19,12 +19,7 @@ OBJECTIVES = {"kd": "distilled", "mix": "half distilled, half text,"}
 SEED = re.compile(r"/seed\d+$")
 STEPS_OF_FITS = {"", *PLAIN_FITS} - {"e2e"}
 # What the other fits are called.
-WAYS = {"e2e": "end to end on 4.2M tokens", "layer": "whole layers trained", "fits1340": "1,340 steps"}
-WAYS |= {"layer300": "whole layers trained, 300 steps", "layer2000": "whole layers trained, 2,000 steps"}
-WAYS |= {
-    "layer03": "whole layers trained, the rest slower",
-    "layer30": "whole layers trained, the rest faster",
-}
+WAYS = {"e2e": "end to end on 4.2M tokens", "layer03": "whole layers trained"}
 
 Rows = Mapping[str, Sequence[Mapping[str, Any]]]  # by key without the seed
 
@@ -99,38 +94,22 @@ def same_bytes(record: Mapping[str, Any]) -> str:
     cells = [Cell.of(found[0]) for found in rows.values()]
     wide = sorted({c.wide for c in cells} - {1})
     fits = sorted({c.fit for c in cells if c.start == "joint"} - STEPS_OF_FITS)
-    taught = {
-        (f[0]["tokens"], f[0]["objective"], f[0].get("batch", 0), f[0].get("at_rate", ""))
-        for f in rows.values()
-        if _taught(f[0])
-    }
-    budgets = sorted(taught)
+    budgets = sorted({(f[0]["tokens"], f[0]["objective"]) for f in rows.values() if _taught(f[0])})
     head = ["cache bytes of", "", "after fits"]
-    head += [
-        f"{OBJECTIVES[how]} on {tokens / 1e6:.3g}M tokens"
-        + (f" in steps of {batch:,}" if batch else "")
-        + (f" at {rate}" if rate else "")
-        for tokens, how, batch, rate in budgets
-    ]
-    as_wide = any("/wide" in c.equal_to and c.start == "joint" for c in cells)
-    head += ["for the FLOPs of wide R=2"] if as_wide else []
+    head += [f"{OBJECTIVES[how]} on {tokens / 1e6:.3g}M tokens" for tokens, how in budgets]
     from_scratch = any(c.start == "scratch" for c in cells)
     head += ["G heads from scratch"] if from_scratch else []
     lines = []
     for groups in sorted({c.groups for c in cells if c.start == "joint"}, reverse=True):
         for form in forms(groups, heads, wide, fits):
-            found = [rows.get(key_of(form), [])]
+            found = [at_any_rate(rows, key_of(form))]
             if form.start != "original":
-                made = (
-                    (replace(form, objective=how, tokens=tokens, batch=batch), rate)
-                    for tokens, how, batch, rate in budgets
-                )
-                found += [rows.get(key_at(key_of(cell), rate), []) for cell, rate in made]
-                found += [_as_wide(rows, form, groups, budgets[0][0])] if as_wide else []
+                made = (replace(form, objective=how, tokens=tokens) for tokens, how in budgets)
+                found += [at_any_rate(rows, key_of(cell)) for cell in made]
                 if from_scratch and form == Cell("joint", groups, "fits"):
-                    found.append(rows.get(f"scratch/G{groups}", []))
-            if any(found) or (form.wide == 1 and form.fit in STEPS_OF_FITS):
-                cells_of_line = [*map(spread, found), *[""] * (len(head) - 2 - len(found))]
+                    found.append(at_any_rate(rows, f"scratch/G{groups}"))
+            if set(found) - {NOT_RUN} or (form.wide == 1 and form.fit in STEPS_OF_FITS):
+                cells_of_line = [*found, *[""] * (len(head) - 2 - len(found))]
                 lines.append([f"GQA-{groups}", form_name(form), *cells_of_line])
     seen: set[str] = set()
     for line in lines:  # each size is named once
@@ -139,16 +118,36 @@ def same_bytes(record: Mapping[str, Any]) -> str:
             seen.add(line[0]),
         )
     return (
-        "Gap to the original in nats per token, by the bytes of the KV cache. The rate of a row is the best of its kind on "
-        f"the tuning part, where its column names no other.\n\n{markdown(head, lines)}"
-        + _wide_or_8_bits(rows, heads)
-        + _text_beside_teacher(rows, record["entries"])
+        "Gap to the original in nats per token, by the bytes of the KV cache; of several seeds the mean ± half the range. "
+        f"{_rates(record)}\n\n{markdown(head, lines)}"
+        + _listed([*_wide_or_8_bits(rows, heads, wide), *_text_beside_teacher(rows, record["entries"])])
     )
 
 
-def _wide_or_8_bits(rows: Rows, num_kv_heads: int) -> str:
+def _listed(sentences: Sequence[str]) -> str:
+    """Sentences as a list below a table."""
+    return "\n\n" + "\n".join(f"- {x[0].upper()}{x[1:]}." for x in sentences) if sentences else ""
+
+
+def _rates(record: Mapping[str, Any]) -> str:
+    """Where the rates of a ledger come from."""
+    if record["tuning"]:
+        return "The rate of a row is the best of its kind on the tuning part, where it names no other."
+    used = sorted({(kind, rate) for e in record["entries"] for kind, rate in e.get("rates", {}).items()})
+    names = {"fit": "fits", "kd": "distillation", "mix": "half of each"}
+    listed = ", ".join(f"{names.get(kind, kind)} {rate:g}" for kind, rate in used)
+    return f"No rate was tuned on this model: {listed}."
+
+
+def at_any_rate(rows: Rows, key: str) -> str:
+    """The gap of a configuration at the chosen rate, or at another one, which is named, where that alone was run."""
+    keys, said = alike(rows, key)
+    return spread(rows[keys[0]]) + said if keys else NOT_RUN
+
+
+def _wide_or_8_bits(rows: Rows, num_kv_heads: int, wide: Sequence[int]) -> list[str]:
     """What wide heads and an 8-bit cache each take away of the plain gap at the same bytes, and both together."""
-    sentences = []
+    sentences = list[str]()
     for groups in (g for g in (8, 4, 2) if 2 * g < num_kv_heads):
         for stage, words in (
             ("after fits", {}),
@@ -160,50 +159,67 @@ def _wide_or_8_bits(rows: Rows, num_kv_heads: int) -> str:
             keys, said = alike(rows, *map(key_of, cells[:3]))
             if not keys:
                 continue
-            gaps = [mean_gap(rows, key) for key in keys]
-            flops = [rows[key][0]["flops"] for key in keys]
-            both = mean_gap(rows, key_at(key_of(cells[3]), said.removeprefix(" at ")))
-            shares = [f"{(gaps[0] - gap) / gaps[0]:.0%}" for gap in (*gaps[1:], both) if gap is not None]
+            both = key_at(key_of(cells[3]), said.removeprefix(" at "))
+            keys += [both] * (both in rows)
+            found = on_the_same_seeds(rows, *keys)
+            gaps = [_gap_of(those) for those in found]
+            flops = [those[0]["flops"] for those in found]
+            shares = [f"{1 - gap / gaps[0]:.0%}" for gap in gaps[1:]]
             sentences.append(
                 f"{stage}{said}, at the bytes of GQA-{groups}, wide heads R=2 take away {shares[0]} of the plain gap for "
                 f"{flops[1] / flops[0]:.2f} times the FLOPs, GQA-{2 * groups} with an 8-bit cache {shares[1]} for "
                 f"{flops[2] / flops[0]:.2f} times"
-                + (f", and both together {shares[2]}" if both is not None else "")
+                + (f", and both together {shares[2]}" if len(shares) > 2 else "")
             )
-    return "\n\n" + "\n".join(f"- {x[0].upper()}{x[1:]}." for x in sentences) if sentences else ""
+            for r in (r for r in wide if r > 2 and key_of(replace(plain, wide=r)) in rows):
+                narrow, wider = on_the_same_seeds(rows, keys[0], key_of(replace(plain, wide=r)))
+                share = 1 - _gap_of(wider) / _gap_of(narrow)
+                sentences.append(
+                    f"{stage}, at the bytes of GQA-{groups}, wide heads R={r} take away {share:.0%} of the plain gap for "
+                    f"{wider[0]['flops'] / flops[0]:.2f} times the FLOPs"
+                )
+        sentences += _as_many_flops(rows, groups)
+    return sentences
 
 
-def _text_beside_teacher(rows: Rows, entries: Sequence[Mapping[str, Any]]) -> str:
+def _text_beside_teacher(rows: Rows, entries: Sequence[Mapping[str, Any]]) -> list[str]:
     """What half of the loss from the text changes beside distillation alone, and what the control gains on that text."""
     lower, further = [], []
-    for key, mixed in rows.items():
-        taught = rows.get(key.replace("/mix-", "/kd-")) if "/mix-" in key and " at " not in key else None
-        if taught:
-            lower.append(statistics.mean(r["gap"] for r in taught) - statistics.mean(r["gap"] for r in mixed))
+    for key in (key for key in rows if "/mix-" in key and " at " not in key):
+        if (alone := key.replace("/mix-", "/kd-")) in rows:
+            taught, mixed = on_the_same_seeds(rows, alone, key)
+            lower.append(_gap_of(taught) - _gap_of(mixed))
             further.append(statistics.mean(r["kl"] for r in mixed) / statistics.mean(r["kl"] for r in taught))
     if not lower:
-        return ""
+        return []
     text = (
-        f"Half of the loss from the text ends {min(lower):.3f} to {max(lower):.3f} below distillation alone on the same "
-        f"tokens ({len(lower)} pairs of rows), with {min(further):.2f} to {max(further):.2f} times its KL from the original."
+        f"half of the loss from the text ends {min(lower):.3f} to {max(lower):.3f} below distillation alone on the same "
+        f"tokens ({len(lower)} pairs of rows), with {min(further):.2f} to {max(further):.2f} times its KL from the original"
     )
     controls = [row for row in entries if row["start"] == "original" and row.get("objective") == "ce"]
     for row in controls:
         gap = row["loss"] - next(r["loss"] for r in entries if _is_original(r))
-        text += f" The control on {row['tokens'] / 1e6:.3g}M tokens: {gap:+.4f}."
-    return f"\n- {text}"
+        text += f". The control on {row['tokens'] / 1e6:.3g}M tokens: {gap:+.4f}"
+    return [text]
 
 
 def _taught(row: Mapping[str, Any]) -> bool:
     return row.get("objective") in OBJECTIVES and row["start"] == "joint" and bool(row.get("tokens"))
 
 
-def _as_wide(rows: Rows, form: Cell, groups: int, tokens: int) -> Sequence[Mapping[str, Any]]:
-    """The row that was distilled for the FLOPs of the wide one at the same bytes; the wide one itself."""
-    taught = Cell("joint", groups, "fits", objective="kd", tokens=tokens, wide=2)
-    if form.wide > 1:
-        return rows.get(key_of(taught), []) if (form.groups, form.wide, form.cache) == (groups, 2, "") else []
-    return rows.get(key_of(replace(form, objective="kd", equal_to=taught.key)), [])
+def _as_many_flops(rows: Rows, groups: int) -> list[str]:
+    """Plain heads that were distilled for the FLOPs of wide ones; nothing where that was not run."""
+    plain = Cell("joint", groups, "fits", objective="kd")
+    wide = replace(plain, tokens=2_713_000, wide=2)
+    keys = [key_of(replace(plain, equal_to=wide.key)), key_of(wide)]
+    if not set(keys) <= rows.keys():
+        return []
+    more, same = on_the_same_seeds(rows, *keys)
+    gap, ours = _gap_of(more), _gap_of(same)
+    return [
+        f"after as many FLOPs as wide heads R=2 took for 2.71M tokens, {more[0]['unique_tokens'] / same[0]['unique_tokens']:.1f} "
+        f"times their unique tokens, GQA-{groups} is at {gap:+.4f}; wide heads ({ours:+.4f}) take away {1 - ours / gap:.0%} of it"
+    ]
 
 
 def sizes(record: Mapping[str, Any]) -> str:
@@ -221,7 +237,28 @@ def sizes(record: Mapping[str, Any]) -> str:
                 keys, _ = alike(rows, f"joint/G{groups}/{stage}")
                 gaps.append(spread(rows[keys[0]]) if keys else NOT_RUN)
             lines.append([f"{share}:1", f"`{ledger['model']}`", of["parameters"], f"{original:.4f}", *gaps])
-    return f"{record['about']}\n\n{markdown(head, lines)}"
+    return f"Gap to the original. {record['about']}\n\n{markdown(head, lines)}{_over_size(ledgers, record['shares'])}"
+
+
+def _over_size(ledgers: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]], shares: Sequence[int]) -> str:
+    """How far the last original's gaps are below the first's, and where its uptraining ends behind its fits."""
+    rows = [(by_configuration(ledger["entries"]), ledger["num_kv_heads"]) for _, ledger in ledgers]
+    gaps = [[mean_gap(found, f"joint/G{heads // share}/fits") for share in shares] for found, heads in rows]
+    times = [first / last for first, last in zip(gaps[0], gaps[-1], strict=True) if first and last]
+    if len(ledgers) < 2 or not times:
+        return ""
+    found, heads = rows[-1]
+    changed = []
+    for stage, name in (("kd-2.71M", "distillation"), ("mix-2.71M", "half of each")):
+        ends = [mean_gap(found, f"joint/G{heads // share}/fits/{stage}") for share in shares]
+        by = [a - b for a, b in zip(ends, gaps[-1], strict=True) if a is not None and b is not None]
+        changed += [f"{name} by {min(by):+.4f} to {max(by):+.4f}"] if by else []
+    return _listed(
+        [
+            f"after fits the gap of `{ledgers[-1][1]['model']}` is {min(times):.1f} to {max(times):.1f} times smaller",
+            *([f"uptraining changes its gap: {', '.join(changed)}"] if changed else []),
+        ]
+    )
 
 
 # --- bars ----------------------------------------------------------------------------------------------
@@ -231,6 +268,16 @@ def mean_gap(rows: Rows, key: str) -> float | None:
     """Over seeds; None where nothing was run."""
     found = [row["gap"] for row in rows.get(key, [])]
     return statistics.mean(found) if found else None
+
+
+def on_the_same_seeds(rows: Rows, *keys: str) -> list[list[Mapping[str, Any]]]:
+    """The rows of each key on the seeds that all have; all of them where they share none."""
+    shared = set.intersection(*({row["seed"] for row in rows[key]} for key in keys))
+    return [[row for row in rows[key] if row["seed"] in shared or not shared] for key in keys]
+
+
+def _gap_of(rows: Sequence[Mapping[str, Any]]) -> float:
+    return statistics.mean(row["gap"] for row in rows)
 
 
 def alike(rows: Rows, *keys: str) -> tuple[list[str], str]:
@@ -257,23 +304,29 @@ def _gap(rows: Rows, bar: Mapping[str, Any]) -> tuple[str, bool | None]:
     return spread(rows.get(key, [])) + said, None if gap is None else gap <= bar["at_most"]
 
 
-def _two(rows: Rows, bar: Mapping[str, Any]) -> tuple[float | None, float | None, str]:
+def _two(rows: Rows, bar: Mapping[str, Any]) -> tuple[float, float, str] | None:
+    """Two gaps on the same seeds, and what to say of seeds and rates; None where one was not run."""
     keys, said = alike(rows, bar["row"], bar["other"])
-    ours, theirs = (mean_gap(rows, key) for key in keys or ("", ""))
-    return ours, theirs, said
+    if not keys:
+        return None
+    ours, theirs = on_the_same_seeds(rows, *keys)
+    seeds = f" ({len(ours)} seeds)" if len(ours) > 1 else ""
+    return _gap_of(ours), _gap_of(theirs), f"{seeds}{said}"
 
 
 def _not_behind(rows: Rows, bar: Mapping[str, Any]) -> tuple[str, bool | None]:
-    ours, theirs, said = _two(rows, bar)
-    if ours is None or theirs is None:
+    found = _two(rows, bar)
+    if found is None:
         return NOT_RUN, None
+    ours, theirs, said = found
     return f"{ours:+.4f} against {theirs:+.4f}{said}", ours <= theirs
 
 
 def _share(rows: Rows, bar: Mapping[str, Any]) -> tuple[str, bool | None]:
-    ours, plain, said = _two(rows, bar)
-    if ours is None or plain is None:
+    found = _two(rows, bar)
+    if found is None:
         return NOT_RUN, None
+    ours, plain, said = found
     share = (plain - ours) / plain
     return f"{share:.0%} of {plain:+.4f}{said}", share >= bar["at_least"]
 
@@ -302,13 +355,21 @@ def bars(record: Mapping[str, Any]) -> str:
     """The bars of a file with what its ledger measured."""
     ledger = _ledger.record(RESULTS / record["ledger"])
     rows = by_configuration(ledger["entries"])
-    lines = [
-        [bar["name"], f"{ledger['num_kv_heads'] // bar['groups']}:1", wanted(bar), *verdict(rows, bar)]
-        for bar in record["bars"]
-    ]
-    count = {word: sum(line[-1] == word for line in lines) for word in ("met", "**missed**", NOT_RUN)}
-    return f"{count['met']} met, {count['**missed**']} missed, {count[NOT_RUN]} not run.\n\n" + markdown(
-        ["what was to be reached", "", "bar", "measured", ""], lines
+    lines, verdicts = [], dict[tuple[str, int], list[str]]()
+    for bar in record["bars"]:
+        measured, said = verdict(rows, bar)
+        verdicts.setdefault((bar["name"], bar["groups"]), []).append(said)
+        way = bar.get("way", "")
+        lines.append(
+            [bar["name"], way, f"{ledger['num_kv_heads'] // bar['groups']}:1", wanted(bar), measured, said]
+        )
+    met = sum(found[0] == "met" for found in verdicts.values())
+    other = sum("met" in found for found in verdicts.values()) - met
+    none = sum(set(found) == {NOT_RUN} for found in verdicts.values())
+    return (
+        f"{len(verdicts)} bars: {met} met in the way named first, {other} more in another way, "
+        f"{len(verdicts) - met - other - none} missed in every way that was run, {none} not run.\n\n"
+        + markdown(["what was to be reached", "way", "", "bar", "measured", ""], lines)
     )
 
 

@@ -5,7 +5,8 @@ python benchmarks/pages.py --check    # exit 1 if that would change anything
 
 What stands between `<!-- results: NAME -->` and `<!-- end -->` is made of `benchmarks/results/NAME.json` (or `.jsonl`): its first
 table, and the others folded. `<!-- headline -->` receives the table of the front pages, whose chart is
-`docs/pictures/headline.svg`; `docs/pictures/quality.svg` shows the quality ledger. Every results file that has tables must stand on a page.
+`docs/pictures/headline.svg`; `<!-- finding: NAME -->` what `_quality_findings.py` makes of the quality ledger, which
+`docs/pictures/quality.svg` shows. Every results file that has tables must stand on a page.
 """
 
 from __future__ import annotations
@@ -18,11 +19,15 @@ from typing import Any
 import _headline
 import _quality_chart
 import tables as made
+from _quality_findings import FINDINGS
 
 ROOT = Path(__file__).parents[1]
 CHART = ROOT / "docs" / "pictures" / "headline.svg"
 FRONTIER = ROOT / "docs" / "pictures" / "quality.svg"
-SECTION = re.compile(r"(<!-- (?:results: (?P<name>[\w.-]+)|headline) -->\n).*?(<!-- end -->)", re.S)
+SECTION = re.compile(
+    r"(<!-- (?:results: (?P<name>[\w.-]+)|finding: (?P<finding>[\w-]+)|headline) -->\n).*?(?P<end><!-- end -->)",
+    re.S,
+)
 
 
 def body(path: Path) -> str:
@@ -39,11 +44,15 @@ def filled(text: str) -> str:
 
     Raises:
         FileNotFoundError: A section names no results file.
+        KeyError: A section names no finding.
     """
 
     def fill(match: re.Match[str]) -> str:
-        text = body(result(match["name"])) if match["name"] else _headline.table(_headline_record())
-        return f"{match[1]}\n{text}\n\n{match[3]}"
+        if match["finding"]:
+            text = FINDINGS[match["finding"]](_frontier_record())
+        else:
+            text = body(result(match["name"])) if match["name"] else _headline.table(_headline_record())
+        return f"{match[1]}\n{text}\n\n{match['end']}"
 
     return SECTION.sub(fill, text)
 
@@ -64,12 +73,16 @@ def _headline_record() -> dict[str, Any]:
     return made.read_record(result(_headline.SOURCE))
 
 
+def _frontier_record() -> dict[str, Any]:
+    return made.read_record(result("quality_ledger"))
+
+
 def pages() -> dict[Path, str]:
     """Every file with figures, as it should be."""
     found = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     texts = {path: path.read_text(encoding="utf-8") for path in found}
     pages = {path: filled(text) for path, text in texts.items() if SECTION.search(text)}
-    frontier = _quality_chart.chart(made.read_record(result("quality_ledger")))
+    frontier = _quality_chart.chart(_frontier_record())
     return pages | {CHART: _headline.chart(_headline_record()), FRONTIER: frontier}
 
 

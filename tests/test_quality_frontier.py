@@ -12,6 +12,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
+import _quality_findings as findings
 import _quality_frontier as frontier
 import tables
 from _ledger import record
@@ -71,8 +72,6 @@ def test_what_holds_the_same_bytes_stands_together(tmp_path: Path) -> None:
 
 def test_floors_and_other_ways_to_fit_stand_beside_plain_heads(tmp_path: Path) -> None:
     step = replace(TAUGHT, batch=8192)
-    text = frontier.same_bytes(record(ledger(tmp_path, entry(PLAIN, 3.05), entry(step, 3.01))))
-    assert "| distilled on 2.71M tokens in steps of 8,192 |" in text and "| +0.0500 | +0.0100 |" in text
     assert frontier.row_name(step) == "GQA-4, distilled 2.71M tokens in steps of 8,192"
     rows = [
         entry(PLAIN, 3.05),
@@ -96,9 +95,73 @@ def test_originals_of_several_sizes_stand_beside_each_other(
     monkeypatch.setattr(frontier, "RESULTS", tmp_path)
     ledger(tmp_path, entry(PLAIN, 3.05), entry(TAUGHT, 3.01))
     of = {"ledger": "ledger.jsonl", "parameters": "30M"}
-    text = frontier.sizes({"ledgers": [of], "shares": [4, 8], "about": "Gaps."})
+    record = {"ledgers": [of], "shares": [4, 8], "about": "Two sizes."}
+    text = frontier.sizes(record)
     assert "| 4:1 | `m` | 30M | 3.0000 | +0.0500 | +0.0100 | not run |" in text
     assert "| 8:1 | `m` | 30M | 3.0000 | not run | not run | not run |" in text
+    large = [
+        entry(cell, loss, model="large")
+        for cell, loss in ((Cell("original", 16), 4.0), (PLAIN, 4.01), (TAUGHT, 4.03))
+    ]
+    (tmp_path / "large.jsonl").write_text("".join(json.dumps(row) + "\n" for row in large))
+    text = frontier.sizes(record | {"ledgers": [of, {"ledger": "large.jsonl", "parameters": "111M"}]})
+    assert "| 4:1 | `large` | 111M | 4.0000 | +0.0100 | +0.0300 | not run |" in text
+    assert "- After fits the gap of `large` is 5.0 to 5.0 times smaller." in text
+    assert "- Uptraining changes its gap: distillation by +0.0200 to +0.0200." in text
+    untuned = frontier.same_bytes(frontier._ledger.record(tmp_path / "large.jsonl"))
+    assert "No rate was tuned on this model: fits 0.0005, distillation 0.0005." in untuned
+
+
+def test_rows_are_compared_on_the_seeds_that_both_have(tmp_path: Path) -> None:
+    rows = [entry(PLAIN, 3.10), entry(replace(PLAIN, seed=1), 3.10), entry(replace(PLAIN, seed=2), 3.50)]
+    rows += [entry(replace(PLAIN, wide=2, seed=seed), 3.05) for seed in (0, 1)]
+    found = frontier.by_configuration(record(ledger(tmp_path, *rows))["entries"])
+    bar = {"measure": "share taken", "row": "joint/G4/wide2/fits", "other": "joint/G4/fits", "at_least": 0.3}
+    assert frontier.verdict(found, bar) == ("50% of +0.1000 (2 seeds)", "met")
+
+
+def test_bars_are_counted_by_the_ways_that_meet_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frontier, "RESULTS", tmp_path)
+    ledger(tmp_path, entry(PLAIN, 3.05), entry(replace(PLAIN, wide=2), 3.02))
+
+    def bar(name: str, row: str, at_most: float, **more: str) -> dict[str, Any]:
+        return {"name": name, "groups": 4, "measure": "gap", "row": row, "at_most": at_most} | more
+
+    wide = "joint/G4/wide2/fits"
+    bars = [bar("first", "joint/G4/fits", 0.1), bar("other", "joint/G4/fits", 0.03, way="plain")]
+    bars += [
+        bar("other", wide, 0.03, way="wide"),
+        bar("none", wide, 0.01),
+        bar("later", "joint/G2/fits", 0.1),
+    ]
+    text = frontier.bars({"ledger": "ledger.jsonl", "bars": bars})
+    assert text.startswith(
+        "4 bars: 1 met in the way named first, 1 more in another way, 1 missed in every way that was run, 1 not run."
+    )
+    assert "| other | wide | 4:1 | ≤ +0.030 | +0.0200 | met |" in text
+
+
+def test_what_the_fits_train_and_small_steps_are_said_in_figures(tmp_path: Path) -> None:
+    tuned = {"part": "tuning", "tunes": "fit", "rate": 5e-4, "token_visits": 16_000_000}
+    rows = [entry(replace(PLAIN, fit=fit), loss) for fit, loss in (("fits", 3.05), ("layer03", 3.04))]
+    rows += [
+        entry(replace(PLAIN, part="tuning", tunes="fit", rate=5e-4, fit=fit), loss, flops=flops, **tuned)
+        for fit, loss, flops in (("fits", 0.9, 2e15), ("layer03", 0.8, 3e15))
+    ]
+    small = replace(TAUGHT, batch=8192)
+    rows += [entry(TAUGHT, 3.02, steps=83), entry(small, 3.01, steps=331)]
+    rows += [
+        entry(replace(cell, part="tuning", tunes="kd", rate=5e-4), 0.7, steps=1) for cell in (TAUGHT, small)
+    ]
+    found = record(ledger(tmp_path, *rows))
+    text = findings.what_fits_train(found)
+    assert "| whole layers, the rest at 0.03 of the rate | 0.8000 | 1.50 | 0.0005 | +0.0400 |" in text
+    assert "- Whole layers take away 20% of the gap of the fits of attention (+0.0400 and +0.0500" in text
+    assert "500,000 unique tokens, a thousand steps visit each 32 times" in text
+    text = findings.small_steps(found)
+    assert "| GQA-4 | +0.0200 | +0.0100 | not run | not run |" in text
+    assert "- 331 steps in place of 83 end 0.0100 to 0.0100 lower (1 pairs" in text
+    assert "- Tuning part, distilled, steps of 8,192 at 0.0005: 0.7000; the best of larger steps" in text
 
 
 def test_a_row_at_a_rate_that_tuning_left_has_a_column_that_names_it(tmp_path: Path) -> None:
@@ -112,9 +175,9 @@ def test_a_row_at_a_rate_that_tuning_left_has_a_column_that_names_it(tmp_path: P
     found = record(path)
     text = frontier.same_bytes(found)
     head, *lines = (line for line in text.splitlines() if line.startswith("|"))
-    assert "| distilled on 2.71M tokens | distilled on 2.71M tokens at rate 0.001 |" in head
-    assert "| GQA-4 (4:1) | GQA-4 | +0.0500 | +0.0100 | +0.0300 |" in lines
-    assert "|  | wide R=2: 2 heads | not run | not run | +0.0200 |" in lines
+    assert head.endswith("| distilled on 2.71M tokens |")
+    assert "| GQA-4 (4:1) | GQA-4 | +0.0500 | +0.0100 |" in lines
+    assert "|  | wide R=2: 2 heads | not run | +0.0200 at rate 0.001 |" in lines
     losses = tables.tables(path)[1]
     assert "→ distillation, 2.71M tokens, rate 0.001 | 3.030 |" in losses
     assert "→ distillation, 2.71M tokens | 3.010 |" in losses

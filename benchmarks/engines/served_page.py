@@ -83,8 +83,20 @@ def _made(record: Record) -> list[str]:
             "regressed": f"the same on {about.get('unique_tokens') or 0:,} tokens, and {about.get('token_visits') or 0:,} "
             "token visits of regressions",
         }[_how(record, name)]
-        said += [] if name == "original" else [f"- {_what(record, name)}: {how}."]
+        same = (
+            "; what it computes is what the original does, so that storing alone differs"
+            if _same(record, name)
+            else ""
+        )
+        said += [] if name == "original" else [f"- {_what(record, name)}: {how}{same}."]
     return said
+
+
+def _same(record: Record, name: str) -> bool:
+    """Whether a conversion has the original's loss in transformers, in float32."""
+    rows = [row for row in record["rows"] if (row["engine"], row["weights"]) == ("transformers", "float32")]
+    losses = {row["model"]: row["loss"] for row in rows if row["cache"] == "f32"}
+    return {"original", name} <= set(losses) and abs(losses[name] - losses["original"]) < 1e-4
 
 
 def _what(record: Record, name: str) -> str:

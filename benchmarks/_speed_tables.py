@@ -109,11 +109,11 @@ def decode_speed(record: Record) -> str:
     )
     head = ["batch or memory", "context", "KV heads", "batch", "ms per step", "tokens/s", "of the copy"]
     table = markdown([*head, "times", "bytes predict", "of plain"], lines)
-    return "\n\n".join([about, table, *_shares(record.get("summary", []))])
+    return "\n\n".join([about, table, *_shares(record.get("summary", [])), *_ways(record)])
 
 
-def decode_ways(record: Record) -> str:
-    """Milliseconds of a step by the way its layers run; empty where nothing was tried."""
+def _ways(record: Record) -> list[str]:
+    """Milliseconds of a step by the way its layers run; nothing where one way alone was timed."""
     rows = [row for row in record["rows"] if row.get("variant_seconds")]
     ways = list(dict.fromkeys(way for row in rows for way in row["variant_seconds"]))
     lines = []
@@ -126,7 +126,7 @@ def decode_ways(record: Record) -> str:
             cells.append(f"**{text}**" if seconds == best else text)
         lines.append(cells)
     head = ["batch or memory", "context", "KV heads", *ways]
-    return f"Milliseconds of a step by the way its layers run.\n\n{markdown(head, lines)}" if rows else ""
+    return ["Milliseconds of a step by the way its layers run:", markdown(head, lines)] if rows else []
 
 
 def _shares(summary: Sequence[Record]) -> list[str]:
@@ -138,7 +138,8 @@ def _shares(summary: Sequence[Record]) -> list[str]:
             if up["kind"] == kind and up["wide"] == 1:
                 name = f"{up['groups']} KV heads"
                 by_form.setdefault(name, []).append(up["speed_up"] / up["predicted"])
-        parts = [f"{name} {min(found):.0%} to {max(found):.0%}" for name, found in by_form.items()]
+        ranges = {name: [f"{x:.0%}" for x in (min(found), max(found))] for name, found in by_form.items()}
+        parts = [f"{name} {' to '.join(dict.fromkeys(ends))}" for name, ends in ranges.items()]
         said += [f"{where}, {', '.join(parts)}"] if parts else []
     beside = [up["step_over_plain"] for up in summary if up["kind"] == "point" and "step_over_plain" in up]
     text = [f"Of the ratio that bytes predict: {'; '.join(said)}."] if said else []

@@ -23,7 +23,6 @@ from _speed_tables import (
     closed_form_speed,
     convert_speed,
     decode_speed,
-    decode_ways,
     uptrain_large,
 )
 from _suites import fuzz, kills
@@ -222,7 +221,7 @@ RENDERERS: dict[str, Sequence[Callable[[Mapping[str, Any]], str]]] = {
     "benchmarks/uptrain_adapters.py": (uptrain_adapters,),
     "benchmarks/closed_form_speed.py": (closed_form_speed,),
     "benchmarks/calibrate_speed.py": (calibrate_speed,),
-    "benchmarks/decode_speed.py": (decode_speed, decode_ways),
+    "benchmarks/decode_speed.py": (decode_speed,),
     "benchmarks/uptrain_large.py": (uptrain_large,),
     "benchmarks/evaluate_speed.py": (evaluate_speed,),
     "benchmarks/paper_groups.py": (sweep,),

@@ -102,8 +102,8 @@ def test_decoding_is_rendered_beside_what_bytes_predict(tmp_path: Path) -> None:
     }  # fmt: skip
     path = tmp_path / "decode_speed.json"
     path.write_text(json.dumps(record))
-    text, ways = tables.tables(path)
-    assert "| KV heads | a | b |" in ways and "| 4 | 2,048 | 2 x 64 | 3.00 | **2.50** |" in ways
+    (text,) = tables.tables(path)
+    assert "| KV heads | a | b |" in text and "| 4 | 2,048 | 2 x 64 | 3.00 | **2.50** |" in text
     assert "| 4 | 2,048 | 8 x 64 | 4 | 2.50 | 1,600 | 71% |  |  |  |" in text
     assert "| 4 | 2,048 | 2 x 64 | 4 | 2.50 | 4,000 | 71% | 2.50 | 2.60 |  |" in text
     assert "| 4 | 2,048 | 1 x 128 | 4 | 2.50 | 1,600 | 71% | 2.40 | 2.50 | 1.04 |" in text

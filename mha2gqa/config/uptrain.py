@@ -113,7 +113,7 @@ class UptrainConfig(PairConfig):
         "Peak learning rate.",
         TRAINING,
         range="> 0",
-        unset="1e-3 at a width of 512, less for wider models, 1e-4 at most for speech models",
+        unset="1e-3 at a width of 512, less for wider models, 3e-5 at most for speech models",
     )
     warmup_steps: Steps | None = option(
         None,

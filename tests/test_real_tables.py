@@ -1,0 +1,100 @@
+"""Tables and bars of models that others trained, and what their packages lack."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+import _real
+import tables
+
+
+def score(loss: float, **more: Any) -> dict[str, Any]:
+    return {"loss": loss, "tokens": 100, "kl": 0.1, "top1_agreement": 0.9} | more
+
+
+def record(*rows: tuple[str, int, int, dict[str, Any]]) -> dict[str, Any]:
+    lines = [
+        {"name": name, "groups": groups, "run": run, "scores": {"synthetic": found}}
+        for name, groups, run, found in rows
+    ]
+    runs = [{"versions": {"mha2gqa": "0.1.0"}, "code": code} for code in ("aaaaaaaaaaaa", "bbbbbbbbbbbb")]
+    about = {"command": "benchmarks/real/suite.py", "model": "m", "heads": 6, "origin": {"from": "PyPI m 1"}}
+    return about | {"rows": lines, "runs": runs}
+
+
+APART = {"difference": 2.0, "low": -1.0, "high": 5.0}
+
+
+def test_rows_of_two_states_share_no_table() -> None:
+    up = score(1.02, wer=12.0, wer_difference=APART)
+    mean = score(2.0, wer=90.0, wer_difference=APART | {"difference": 80.0})
+    text = _real.real(record(("original", 6, 0, score(1.0)), ("mean", 3, 1, mean), ("up", 3, 1, up)))
+    first, second = text.split("#### mha2gqa 0.1.0, code ")[1:]
+    assert first.startswith("bbbbbbb") and "| mean | 3 | 2.000 |" in first and "| original |" not in first
+    assert "the original's word errors beside these: 10.0 %, its loss: 1.000." in first
+    assert second.startswith("aaaaaaa") and "| original | 6 | 1.000 |" in second
+
+
+@pytest.mark.parametrize(
+    ("measure", "limit", "said"),
+    [
+        ("loss above the original's", {"at_most": 0.05}, ("≤ 0.05", "+0.020", "met")),
+        ("word errors above the original's, points", {"at_most": 1}, ("≤ 1", "+2.0", "**missed**")),
+        ("word errors above the original's, points, upper 95 % bound", {"at_most": 5}, ("≤ 5", "+5.0", "met")),
+        ("same next token, %", {"at_least": 99}, ("≥ 99", "90.00", "**missed**")),
+        ("KL to the original", {"at_most": 1e-6}, ("≤ 1e-06", "1e-01", "**missed**")),
+        (_real.LAYERS, {}, ("all", "not run", "not run")),
+    ],
+)  # fmt: skip
+def test_a_bar_is_computed_from_its_row(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    measure: str,
+    limit: dict[str, float],
+    said: tuple[str, ...],
+) -> None:
+    monkeypatch.setattr(_real, "RESULTS", tmp_path)
+    up = score(1.02, wer=12.0, wer_difference=APART)
+    made = record(("original", 6, 0, score(1.0)), ("up", 3, 1, up))
+    (tmp_path / "real_m.json").write_text(json.dumps(made))
+    bar = {"file": "real_m", "row": "up", "groups": 3, "data": "synthetic", "measure": measure} | limit
+    assert _real.verdict(bar) == said
+    assert _real.verdict(bar | {"row": "another"})[1:] == ("not run", "not run")
+    assert _real.verdict(bar | {"file": "none"})[2] == "not run"
+
+
+def test_every_bar_of_the_page_names_a_measure() -> None:
+    found = json.loads((_real.RESULTS / "real_bars.json").read_text())["bars"]
+    assert all(bar["measure"] in {*_real.MEASURES, _real.LAYERS} for bar in found)
+    (text,) = tables.tables(_real.RESULTS / "real_bars.json")
+    assert text.count("\n| ") == len(found) + 2
+
+
+@pytest.fixture(scope="module")
+def whisper() -> ModuleType:
+    folder = BENCHMARKS / "real"
+    sys.path.insert(0, str(folder))
+    spec = importlib.util.spec_from_file_location("real_whisper", folder / "whisper.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("form", ["text", "pairs"])
+def test_a_lost_merge_comes_back(whisper: ModuleType, form: str) -> None:
+    vocabulary = {"Ġ": 0, "t": 1, "o": 2, "Ġt": 3, "to": 4, "Ġto": 5}
+    whole = [["Ġ", "t"], ["t", "o"], ["Ġt", "o"]]
+    kept = [" ".join(merge) for merge in whole[1:]] if form == "text" else whole[1:]
+    lost = json.dumps({"model": {"vocab": vocabulary, "merges": kept}})
+    assert json.loads(whisper.with_lost_merges(lost))["model"]["merges"] == whole

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import _real
 import tables
@@ -82,7 +81,7 @@ def test_every_bar_of_the_page_names_a_measure() -> None:
 
 @pytest.fixture(scope="module")
 def whisper() -> ModuleType:
-    folder = BENCHMARKS / "real"
+    folder = Path(_real.__file__).parent / "real"
     sys.path.insert(0, str(folder))
     spec = importlib.util.spec_from_file_location("real_whisper", folder / "whisper.py")
     assert spec is not None and spec.loader is not None

@@ -179,6 +179,11 @@ def test_the_page_says_what_storing_costs_and_orders_caches_by_bytes() -> None:
         "0.0200 ± 0.0050 (`n`, 16 → 4, refitted, q8_0 in llama.cpp), where sharing heads itself costs 0.1000"
         in both
     )
+    further = about(4) | {"calibration": {"unique_tokens": 1000, "token_visits": 9}}
+    more = [paired(row("g4+", kind, "f16", 3.1), 2.1, 4.1) for kind in ("f32", "q8_0")]
+    other |= {"models": other["models"] | {"g4+": further}, "rows": [*other["rows"], *more]}
+    said = "the same heads: `n`, 16 → 4, q8_0 in llama.cpp +0.0200 ± 0.0050 refitted, +0.0000 ± 0.0000 regressed."
+    assert said in served(record, others=[other])
     lines = text.splitlines()
     order = [
         next(i for i, line in enumerate(lines) if line.startswith(start))

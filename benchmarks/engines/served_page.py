@@ -7,7 +7,7 @@ import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent))
 from speed_page import about_cpu, gpu, speed_of, weights_of
@@ -129,13 +129,38 @@ def _signed(values: Sequence[float]) -> str:
     return f"{mean:+.4f}" + (f" ± {error:.4f}" if error < float("inf") else "")
 
 
+class Compared(NamedTuple):
+    """An original and a conversion with weights stored in one way.
+
+    Args:
+        model: The original and the numbers of heads.
+        how: The conversion was made.
+        engine, weights: Where and how weights were stored.
+        more: What storing adds to the conversion's loss beyond what it adds to the original's, by chunk.
+        gap: What sharing heads costs without storing.
+    """
+
+    model: str
+    how: str
+    engine: str
+    weights: str
+    more: list[float]
+    gap: float
+
+
 def _weights(records: Sequence[Record]) -> str:
     """Every way of storing weights, the original and a conversion in a line."""
-    lines = [
-        "| | engine | weights | original | stored costs | conversion | stored costs | conversion pays more by |"
+    head = [
+        "",
+        "engine",
+        "weights",
+        "original",
+        "stored costs",
+        "conversion",
+        "stored costs",
+        "conversion pays more by",
     ]
-    lines.append("|---" * 8 + "|")
-    compared = []
+    lines, compared = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"], []
     for record in records:
         rows = [row for row in record["rows"] if row["cache"] in ("f16", "f32")]
         by_key = {(row["model"], row["engine"], row["weights"]): row for row in rows}
@@ -148,34 +173,51 @@ def _weights(records: Sequence[Record]) -> str:
             costs = [_cost(record, row) for row in (first, mine)]
             more = [b - a for a, b in zip(*costs, strict=True)]
             bases = [row["loss"] - _mean(cost)[0] for row, cost in zip((first, mine), costs, strict=True)]
-            what = _what(record, name)
-            cells = [what, engine, weights, f"{bases[0]:.4f}", _signed(costs[0]), f"{bases[1]:.4f}"]
+            cells = [
+                _what(record, name),
+                engine,
+                weights,
+                f"{bases[0]:.4f}",
+                _signed(costs[0]),
+                f"{bases[1]:.4f}",
+            ]
             lines.append("| " + " | ".join([*cells, _signed(costs[1]), _signed(more)]) + " |")
-            compared.append((what, engine, weights, more, bases[1] - bases[0]))
-    return "\n".join([*lines, *_said(compared)])
+            model, how = _what(record, name).rsplit(", ", 1)
+            compared.append(Compared(model, how, engine, weights, more, bases[1] - bases[0]))
+    return "\n".join([*lines, *_said([one for one in compared if len(one.more) > 1])])
 
 
-def _said(compared: Sequence[tuple[str, str, str, list[float], float]]) -> list[str]:
-    """What follows from the table, where differences have errors."""
-    known = [(*row, *_mean(row[3])) for row in compared if len(row[3]) > 1]
+def _said(known: Sequence[Compared]) -> list[str]:
+    """What follows from the table, of comparisons that have errors."""
     if not known:
         return []
-    more = [row for row in known if row[-2] > CERTAIN * row[-1]]
-    less = [row for row in known if row[-2] < -CERTAIN * row[-1]]
+    sure = [one for one in known if abs(_mean(one.more)[0]) > CERTAIN * _mean(one.more)[1]]
+    more = [one for one in sure if _mean(one.more)[0] > 0]
     text = (
         f"Of {len(known)} comparisons the conversion pays more by over {CERTAIN} standard errors in {len(more)}, and less in "
-        f"{len(less)}."
+        f"{len(sure) - len(more)}."
     )
-    for weights in dict.fromkeys(row[2] for row in known):
-        means = [row[-2] for row in known if row[2] == weights]
+    for weights in dict.fromkeys(one.weights for one in known):
+        means = [_mean(one.more)[0] for one in known if one.weights == weights]
         text += f" {weights}: {min(means):+.4f} to {max(means):+.4f}."
     if more:
-        what, engine, weights, *_, gap, mean, error = max(more, key=lambda row: row[-2])
+        most = max(more, key=lambda one: _mean(one.more)[0])
         text += (
-            f" The most it pays is {mean:.4f} ± {error:.4f} ({what}, {weights} in {engine}), where sharing heads itself "
-            f"costs {gap:.4f}."
+            f" The most it pays is {_signed(most.more)} ({most.model}, {most.how}, {most.weights} in {most.engine}), where "
+            f"sharing heads itself costs {most.gap:.4f}."
         )
-    return ["", text]
+    return ["", text + _fitted_further(known)]
+
+
+def _fitted_further(known: Sequence[Compared]) -> str:
+    """What storing costs the same heads where they were regressed besides."""
+    refitted = {(one.model, one.engine, one.weights): one for one in known if one.how == "refitted"}
+    said = [
+        f"{one.model}, {one.weights} in {one.engine} {_signed(before.more)} refitted, {_signed(one.more)} regressed"
+        for one in known
+        if one.how == "regressed" and (before := refitted.get((one.model, one.engine, one.weights)))
+    ]
+    return f" Fitted further, the same heads: {'; '.join(said)}." if said else ""
 
 
 def _heads(record: Record, name: str) -> int:

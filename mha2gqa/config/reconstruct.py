@@ -80,7 +80,7 @@ class ReconstructConfig(Config):
         where=(RECIPE,),
     )
     rest_rate: float = option(
-        0.1,
+        0.03,
         "Rate of what `train=layer` trains beside attention, as a share of `learning_rate`.",
         CALIBRATION,
         range="> 0",

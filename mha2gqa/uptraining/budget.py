@@ -218,7 +218,8 @@ def default_batch_tokens(tokens: float, window: int) -> int:
 
     On the 512-wide reference model 16,384 beat 65,536 at budgets of 4M and 20M tokens (240 and 1,200 steps
     against 60 and 300) from every start, with either objective and at every number of KV heads. A step has
-    at least 16 blocks, so that several processes can share it.
+    at least 16 blocks, so that several processes can share it: steps of 4 blocks of 2,048 end lower on unseen text by
+    about what seeds differ by, and at half the rate alone.
 
     Args:
         tokens: The budget.

@@ -144,7 +144,7 @@ def chart(record: Mapping[str, Any]) -> str:
         parts.append(f'<circle cx="{x + 4:.0f}" cy="31" r="3.5" style="fill:var({line.colour})"/>')
         parts.append(f'<text x="{x + 12:.0f}" y="35" style="fill:var({line.colour})">{line.name}</text>')
         x += 26 + 6.4 * len(line.name)
-    gaps = (min(-0.012, *(p["gap"] for p in points)), 1.1 * max(p["gap"] for p in points))
+    gaps = (1.15 * min(-0.012, *(p["gap"] for p in points)), 1.1 * max(p["gap"] for p in points))
     height = HEIGHT - TOP
     for i, g in enumerate(GROUPS):
         for j, (cost, name) in enumerate(AXES):

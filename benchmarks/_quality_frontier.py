@@ -120,7 +120,13 @@ def same_bytes(record: Mapping[str, Any]) -> str:
     return (
         "Gap to the original in nats per token, by the bytes of the KV cache; of several seeds the mean ± half the range. "
         f"{_rates(record)}\n\n{markdown(head, lines)}"
-        + _listed([*_wide_or_8_bits(rows, heads, wide), *_text_beside_teacher(rows, record["entries"])])
+        + _listed(
+            [
+                *_wide_or_8_bits(rows, heads, wide),
+                *_text_beside_teacher(rows, record["entries"]),
+                *_over_seeds(rows),
+            ]
+        )
     )
 
 
@@ -201,6 +207,20 @@ def _text_beside_teacher(rows: Rows, entries: Sequence[Mapping[str, Any]]) -> li
         gap = row["loss"] - next(r["loss"] for r in entries if _is_original(r))
         text += f". The control on {row['tokens'] / 1e6:.3g}M tokens: {gap:+.4f}"
     return [text]
+
+
+def _over_seeds(rows: Rows) -> list[str]:
+    """How far seeds of one configuration lie apart, after fits and after distillation; nothing without three of them."""
+    found = {
+        name: [
+            (max(gaps) - min(gaps)) / 2
+            for key, those in rows.items()
+            if len(gaps := [row["gap"] for row in those]) >= 3 and key.endswith(stage)
+        ]
+        for stage, name in (("/fits", "after fits"), ("/kd-2.71M", "after distillation on 2.71M tokens"))
+    }
+    said = [f"{name} within ±{max(half):.4f}" for name, half in found.items() if half]
+    return [f"over three seeds gaps lie {' and '.join(said)}"] if said else []
 
 
 def _taught(row: Mapping[str, Any]) -> bool:

@@ -120,6 +120,13 @@ def test_rows_are_compared_on_the_seeds_that_both_have(tmp_path: Path) -> None:
     assert frontier.verdict(found, bar) == ("50% of +0.1000 (2 seeds)", "met")
 
 
+def test_the_spread_of_three_seeds_is_said(tmp_path: Path) -> None:
+    rows = [entry(replace(PLAIN, seed=seed), loss) for seed, loss in ((0, 3.05), (1, 3.06))]
+    two = frontier.same_bytes(record(ledger(tmp_path, *rows)))
+    three = frontier.same_bytes(record(ledger(tmp_path, *rows, entry(replace(PLAIN, seed=2), 3.07))))
+    assert "Over three seeds" not in two and "- Over three seeds gaps lie after fits within ±0.0100." in three
+
+
 def test_bars_are_counted_by_the_ways_that_meet_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(frontier, "RESULTS", tmp_path)
     ledger(tmp_path, entry(PLAIN, 3.05), entry(replace(PLAIN, wide=2), 3.02))

@@ -56,5 +56,21 @@ def test_plan_tells_the_price_and_what_does_not_fit(tmp_path: Path) -> None:
     assert half["regression"]["seconds"] < roomy.calibration["regression"]["seconds"]
 
 
+def test_plan_prices_what_the_fits_are_asked_and_repeats_it(tmp_path: Path) -> None:
+    """Whole layers cost about 1.3 times the steps of attention alone; the command to copy is what was priced."""
+    folder = tmp_path / "my model"
+    folder.mkdir()
+    model = llama_shape(folder, *SHAPES["7b"][:3], 32)
+    words = (None, "quick", "thorough")
+    usual, quick, thorough = (plan(model, groups=8, effort=word).calibration["regression"] for word in words)
+    assert quick["seconds"] < 0.5 * usual["seconds"] and thorough["device_bytes"] > usual["device_bytes"]
+    assert 1.2 * usual["seconds"] < thorough["seconds"] < 1.5 * usual["seconds"]
+    found = plan(model, groups=8, effort="thorough", calibration_tokens=10**6, fit={"batch_tokens": 8192})
+    assert found.recommended == (
+        f"mha2gqa convert '{model}' 'my model-gqa8' --groups 8 --calibration TEXT.jsonl --calibration-tokens 1000000 "
+        "--effort thorough --fit batch_tokens=8192"
+    )
+
+
 def test_nothing_to_convert_has_no_price(tmp_path: Path) -> None:
     assert plan(llama_shape(tmp_path, *SHAPES["7b"][:3], 2), groups=32).calibration == {}

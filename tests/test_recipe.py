@@ -20,6 +20,7 @@ from mha2gqa.config import (
     recipe_from_dict,
     recipe_from_overrides,
 )
+from mha2gqa.config.coerce import Bytes, coerce
 from mha2gqa.errors import UsageError
 
 TEXT = """\
@@ -179,6 +180,14 @@ def test_bad_counts(text: str) -> None:
     with pytest.raises(ValueError, match="must be") as caught:
         parse_count(text)
     assert len(str(caught.value)) < 100
+
+
+def test_a_bare_number_of_few_bytes_is_asked_for_its_unit() -> None:
+    """`--gpu-memory 24` is meant as 24GB."""
+    for few in ("24", "5.5", 24):
+        with pytest.raises(ValueError, match=r"must name its unit, as in (24|5.5)GB"):
+            coerce(Bytes, few)
+    assert coerce(Bytes, "24B") == 24 and coerce(Bytes, 20_000) == 20_000 and coerce(Bytes, 0) == 0
 
 
 @pytest.mark.parametrize("text", ["", "big", "-5GB", "9" * 400, "1e400", True, "5ZB", "1" + "0" * 19])

@@ -18,7 +18,7 @@ from ..conversion.plan import ModulePlan, Plan
 from ..merging.grouping import evaluations
 
 # Sustained by the measured cards (H100 and H200, bf16) in each stage, operations per second.
-FIT_FLOPS = 5.0e14  # forward and backward of a layer
+FIT_FLOPS = 3.7e14  # forward and backward of a layer
 STATISTICS_FLOPS = 1.3e14  # forward of a layer and its second moments
 REFIT_FLOPS = 3.2e13  # second moments in float64
 SEARCH_RATE = 3.7e10  # eigenproblem sizes cubed per second, 16 cores for each GPU
@@ -96,7 +96,10 @@ def calibration_price(
     share = 1 if gpus == 1 else 1 / (gpus * GPUS_SHARE)
     statistics = 2 * layer.parameters * tokens / STATISTICS_FLOPS
     refit = 4 * layer.hidden**2 * tokens / REFIT_FLOPS
-    regression = 6 * layer.kept * fit.steps * fit.batch_tokens / FIT_FLOPS
+    step = (
+        4 * layer.kept + 2 * layer.trained
+    ) * fit.batch_tokens  # what is frozen has no gradient of its own
+    regression = fit.steps * step / FIT_FLOPS
     serial = 2 * layer.parameters * itemsize / LOAD_BYTES_PER_SECOND
     closed = serial + share * (statistics + refit + layer.search / SEARCH_RATE)
     weights = (2 * layer.parameters + layer.kept + layer.outside) * itemsize

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,9 +13,10 @@ from ..architectures import AttentionSpec, Geometry, find_spec, valid_groups
 from ..architectures.wide import stored_heads
 from ..checkpoints.hf_config import is_encoder_decoder, longest_context
 from ..checkpoints.side_files import find_side_files
-from ..config import PlanConfig
+from ..config import ConvertConfig, PlanConfig
 from ..config.convert import MOST_RECORDINGS
 from ..config.given import require_path
+from ..config.option import declared
 from ..config.reconstruct import Effort, ReconstructConfig
 from ..config.signature import names_in_python
 from ..conversion.plan import Plan, plan_conversion, plan_modules
@@ -165,7 +167,15 @@ def plan(
     for name, value in (("context", context), ("gpu-memory", gpu_memory), ("bandwidth", bandwidth)):
         if value is not None and value <= 0:
             raise UsageError("must be more than 0", where=f"--{name} {value:g}")
-    fitting = PlanConfig(source, effort=effort, fit=fit).fitting
+    asked = PlanConfig(
+        source,
+        revision=revision,
+        drop_extra=tuple(drop_extra),
+        allow_unchecked=allow_unchecked,
+        calibration_tokens=calibration_tokens,
+        effort=effort,
+        fit=fit,
+    )
     described = describe(source, revision, drop_extra)
     spec, geometries = _attention(described.written_as(None, as_))
     before, num_heads = max(g.num_kv_heads for g in geometries), geometries[0].num_heads
@@ -176,7 +186,7 @@ def plan(
     not_checked = _check_early(source, described, model, chosen, allow_unchecked)
     reach, usual = _reach(described.config)
     context = context or reach or usual
-    price = _calibration(model, chosen, gpu_memory, gpus, calibration_tokens, fitting)
+    price = _calibration(model, chosen, gpu_memory, gpus, calibration_tokens, asked.fitting)
     training = training_price(model, chosen, gpu_memory=gpu_memory, tokens=uptrain_tokens)
     if spec.unread:
         price, training = {}, {"unpriced": "", "sets": {}}
@@ -220,7 +230,7 @@ def plan(
                 or parallel_warnings(wanted // wide, num_heads, tp, possible)
             ),
         ],
-        recommended=_recommended(source, wanted, wide, as_, described.config, spec),
+        recommended=_recommended(asked, wanted, wide, as_, described.config, spec),
         wide=_wide(described, wanted, wide, as_) if wide > 1 else {},
     )
 
@@ -255,14 +265,23 @@ def _reach(config: Mapping[str, Any]) -> tuple[int | None, int]:
 
 
 def _recommended(
-    source: str | Path, groups: int, wide: int, as_: str, config: Mapping[str, Any], spec: AttentionSpec
+    asked: PlanConfig, groups: int, wide: int, as_: str, config: Mapping[str, Any], spec: AttentionSpec
 ) -> str:
-    """The command to copy: with data of the kind that the model was trained on, where that can be read."""
-    words = [f"mha2gqa convert {source} {Path(str(source)).name}-gqa{groups} --groups {groups}"]
-    words += [f"--wide {wide}"] if wide > 1 else []
-    words += [] if spec.unread else [_CALIBRATION[trained_on(config)]]
-    words += [] if as_ == "auto" else [f"--as {as_}"]
-    return " ".join(words)
+    """The command to copy: with data of the kind that the model was trained on, where that can be read, and what was asked."""
+    source = str(asked.source)
+    words = ["mha2gqa", "convert", source, f"{Path(source).name}-gqa{groups}", "--groups", str(groups)]
+    words += ["--wide", str(wide)] if wide > 1 else []
+    words += [] if spec.unread else _CALIBRATION[trained_on(config)].split()
+    words += [] if as_ == "auto" else ["--as", as_]
+    changed, options = asked.changed(), declared(ConvertConfig)
+    for name in ("revision", "drop_extra", "allow_unchecked", "calibration_tokens", "effort"):
+        flag, value = options[name].flags[0], changed.get(name)
+        words += [flag] if value is True else []
+        for part in value if isinstance(value, tuple) else [value] if value and value is not True else []:
+            words += [flag, str(part)]
+    if isinstance(asked.fit, ReconstructConfig):
+        words += [word for key, value in asked.fit.changed().items() for word in ("--fit", f"{key}={value}")]
+    return shlex.join(words)
 
 
 def _attention(model: Description) -> tuple[AttentionSpec, list[Geometry]]:

@@ -70,9 +70,17 @@ def parse_size(text: str | float) -> int:
         raise Invalid("must be a size such as 5GB or 512MiB")
     power = " kMGT".index((match[2] or " ").replace("K", "k"))
     value = float(match[1]) * (1024 if match[3] else 1000) ** power
+    if match[0] == match[1]:
+        _check_unit(value)
     if value > LARGEST:
         raise Invalid("must be at most 1e18 bytes")
     return int(value)
+
+
+def _check_unit(value: float) -> None:
+    """Refuse a bare number of few bytes: `24` of a card's memory is meant as 24GB."""
+    if 0 < value < 1000:
+        raise Invalid(f"must name its unit, as in {value:g}GB")
 
 
 def _text(value: str | float) -> str:
@@ -231,7 +239,10 @@ def _scalar(hint: Any, value: Any, bounds: Range) -> Any:
 def _number(hint: Any, value: Any) -> int | float:
     """A number of the right type, from text or from any library's own type."""
     if hint is Bytes:
-        return value if isinstance(value, int) and abs(value) <= LARGEST else parse_size(value)
+        if not isinstance(value, int) or abs(value) > LARGEST:
+            return parse_size(value)
+        _check_unit(value)
+        return value
     whole = hint is int
     if not isinstance(value, str):
         try:

@@ -110,9 +110,10 @@ def decoding(record: Mapping[str, Any]) -> str:
             ]
         )
     head = ["model", "batch", "tokens/s", "to the original", "cache, MiB", "peak of generating, MiB"]
+    alone = " Seconds are one thread's processor time." if rows[0].get("clock") == "processor" else ""
     what = (
         f"`{record['model']}` in transformers' `generate`, greedy, {rows[0]['tokens']} tokens each in {rows[0]['dtype']}, "
-        "the encoder's time left out."
+        f"the encoder's time left out.{alone}"
     )
     return f"{what}\n\nMeasured on: {measured_on(record['runs'][-1])}.\n\n{markdown(head, lines)}"
 
@@ -170,6 +171,38 @@ def _interval(test: Mapping[str, Any] | None) -> str:
 
 def _small(value: float) -> str:
     return f"{value:.3f}" if abs(value) >= 5e-4 else f"{value:.0e}"
+
+
+def recipe(record: Mapping[str, Any]) -> str:
+    """What some rows of a model of speech came to, beside its original, on both kinds of recordings."""
+    path = RESULTS / f"{record['file']}.json"
+    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    original = next(row for row in rows if row["name"] == "original")["scores"]
+    head = [
+        "",
+        "KV heads",
+        *(f"{DATA[data]}: word errors, %" for data in original),
+        "without loops, 95 %",
+        "loss",
+    ]
+    lines = []
+    for name, groups in [
+        ("original", rows[0]["groups"]),
+        *((row["row"], row["groups"]) for row in record["rows"]),
+    ]:
+        scores = next(row for row in rows if (row["name"], row["groups"]) == (name, groups))["scores"]
+        apart = scores["synthetic"].get("wer_without_loops_difference")
+        gap = scores["synthetic"]["loss"] - original["synthetic"]["loss"]
+        lines.append(
+            [
+                next((row["says"] for row in record["rows"] if row["row"] == name), name),
+                str(groups),
+                *(f"{scores[data]['wer']:.1f}" for data in original),
+                _interval(apart),
+                f"{gap:+.3f}" if apart else "",
+            ]
+        )
+    return markdown(head, lines)
 
 
 def masked_gradients(record: Mapping[str, Any]) -> str:

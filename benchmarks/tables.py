@@ -17,7 +17,7 @@ import _ledger
 from _loss_tables import OBJECTIVES, ce_weight, cost, quality, sweep
 from _markdown import markdown, measured_on
 from _quality_frontier import bars, positions, probes, same_bytes, sizes, wide_references
-from _real import decoding, masked_gradients, real, real_bars
+from _real import decoding, masked_gradients, real, real_bars, recipe
 from _speed_tables import (
     calibrate_speed,
     closed_form_speed,
@@ -228,6 +228,7 @@ RENDERERS: dict[str, Sequence[Callable[[Mapping[str, Any]], str]]] = {
     "benchmarks/real/suite.py": (real,),
     "benchmarks/real/decode.py": (decoding,),
     "bars of benchmarks/real/suite.py": (real_bars,),
+    "recipe of benchmarks/real/suite.py": (recipe,),
     "benchmarks/masked_gradients.py": (masked_gradients,),
     "tests/fuzz/run.py": (fuzz,),
     "tests/kills/run.py": (kills,),

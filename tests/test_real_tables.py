@@ -79,6 +79,34 @@ def test_every_bar_of_the_page_names_a_measure() -> None:
     assert text.count("\n| ") == len(found) + 2
 
 
+def test_a_recipe_is_told_beside_the_original(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_real, "RESULTS", tmp_path)
+    sound = {"wer_difference": APART, "wer_without_loops_difference": APART}
+    up = score(1.02, wer=12.0, **sound)
+    made = record(("original", 6, 0, score(1.0, wer=10.0)), ("up", 3, 0, up))
+    (tmp_path / "real_m.json").write_text(json.dumps(made))
+    text = _real.recipe({"file": "real_m", "rows": [{"row": "up", "groups": 3, "says": "uptrained"}]})
+    assert "| original | 6 | 10.0 |  |  |" in text
+    assert "| uptrained | 3 | 12.0 | -1.0 to +5.0 | +0.020 |" in text
+
+
+def test_decoding_says_whose_time_was_taken() -> None:
+    row = {
+        "name": "original",
+        "batch": 16,
+        "device": "cpu",
+        "tokens": 8,
+        "dtype": "float32",
+        "cache_bytes": 2**20,
+    }
+    rows = [row | {"tokens_per_second": 2.0}, row | {"name": "m-g3", "tokens_per_second": 3.0}]
+    made = {"model": "m", "rows": rows, "runs": [{}]}
+    assert "processor" not in _real.decoding(made)
+    rows[0]["clock"] = "processor"
+    text = _real.decoding(made)
+    assert "one thread's processor time" in text and "| g3 | 16 | 3 | 1.50x | 1 |  |" in text
+
+
 @pytest.fixture(scope="module")
 def whisper() -> ModuleType:
     folder = Path(_real.__file__).parent / "real"

@@ -110,6 +110,8 @@ def decoding(record: Mapping[str, Any]) -> str:
             ]
         )
     head = ["model", "batch", "tokens/s", "to the original", "cache, MiB", "peak of generating, MiB"]
+    if not any(line[-1] for line in lines):  # a CPU tells none
+        head, lines = head[:-1], [line[:-1] for line in lines]
     alone = " Seconds are one thread's processor time." if rows[0].get("clock") == "processor" else ""
     what = (
         f"`{record['model']}` in transformers' `generate`, greedy, {rows[0]['tokens']} tokens each in {rows[0]['dtype']}, "

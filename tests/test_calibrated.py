@@ -71,6 +71,8 @@ def test_equal_groups_change_nothing(source: Path, text: str, tmp_path: Path) ->
     [
         ("qwen3", ""),  # norms of q and k, shared by all heads, are trained too
         ("dory", "g_proj.weight"),  # `gate_proj` in its class
+        ("cosmos3_omni", ""),  # other names in its class, of those norms as well
+        ("idefics3", ""),  # asks where its first weight is, which is in a vision tower that is never read
     ],
 )
 def test_the_checkpoint_is_the_model_that_was_fitted(
@@ -132,6 +134,22 @@ def test_saved_statistics_give_the_same_result_without_the_text(
             torch.nn.init.normal_(x)
         other.save_pretrained(tmp_path / "other")
         convert(tmp_path / "other", tmp_path / "c", 2, statistics=file)
+
+
+@pytest.mark.parametrize("model_type", ["cosmos3_omni", "molmo2"])
+def test_saved_statistics_know_the_model_in_the_layout_of_its_files(
+    model_type: str, text: str, tmp_path: Path
+) -> None:
+    """Names, or fused projections, that its class has otherwise."""
+    torch.manual_seed(0)
+    pico_class(model_type)(pico_config(model_type)).save_pretrained(tmp_path / "mha")
+    word_tokenizer(tmp_path / "mha")
+    options = {"statistics": str(tmp_path / "statistics.safetensors"), "method": "joint", "device": "cpu"}
+    read = {"calibration": [text], "calibration_window": 16, "refit": False, "reconstruct": False}
+    convert(tmp_path / "mha", tmp_path / "a", 2, **options, **read)
+    convert(tmp_path / "mha", tmp_path / "b", 2, **options)
+    a, b = (load_file(tmp_path / name / "model.safetensors") for name in "ab")
+    assert all(torch.allclose(a[n], b[n], atol=1e-5) for n in a)
 
 
 def test_joint_without_text_uses_the_weights(source: Path, tmp_path: Path) -> None:

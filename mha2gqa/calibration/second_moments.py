@@ -86,7 +86,8 @@ class Statistics:
 
     Args:
         modules: By `module_key`: `self.3`, `cross.0`.
-        about: What they were measured on: `tokens`, `window`, `data_sha256`, `model`, `notes`.
+        about: What they were measured on: `tokens`, `window`, `data_sha256`, `model`, `notes`;
+            `stored`, the model as its files have it, where they are laid out otherwise.
     """
 
     modules: Mapping[str, SecondMoments]

@@ -101,6 +101,7 @@ class CheckpointLayers:
         self.model = _without_weights(checkpoint, dtype, trust_remote_code, attn_implementation)
         for name, buffer in self.model.named_buffers():
             _owner(self.model, name)._buffers[name.rpartition(".")[2]] = buffer.to(device)
+        place(self.model, device)
         self._transforms, self._stored = _targets(self.model, checkpoint)
         self._blocks: tuple[str, ...] = ()
 
@@ -232,6 +233,25 @@ class CheckpointLayers:
                 fix="the checkpoint is incomplete: download it again",
             )
         return str(source)
+
+
+def place(model: nn.Module, device: torch.device) -> None:
+    """Let a model say that it is where it runs, whichever of its weights are absent.
+
+    `PreTrainedModel.device` is that of the first parameter, which may belong to a vision tower that is never read, or
+    to a block that is not loaded; a forward pass that moves tensors there (Idefics3) would lose them.
+
+    Args:
+        model: Some of its parameters on the meta device.
+        device: Where it runs.
+    """
+    from transformers import PreTrainedModel
+
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and (stock := type(module)).device != device:
+            # Named as the stock class, by whose name transformers looks things up; a property needs a class.
+            own = {"device": device, "__module__": stock.__module__, "__qualname__": stock.__qualname__}
+            module.__class__ = type(stock.__name__, (stock,), own)
 
 
 def stored_names(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, list[str]]:

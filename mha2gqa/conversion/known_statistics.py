@@ -31,11 +31,24 @@ def check_owner(statistics: Statistics, plan: Plan, read: Callable[[str], Tensor
     Raises:
         UsageError: They were measured on other weights.
     """
-    owner = statistics.about.get("model")
-    if owner and owner != fingerprint([module.module for module in plan.modules], read):
+    owners = {statistics.about[key] for key in ("model", "stored") if statistics.about.get(key)}
+    if owners and fingerprint([module.module for module in plan.modules], read) not in owners:
         raise UsageError(
             "measured on another model", where="--statistics", fix="give another file name or remove the file"
         )
+
+
+def stored_owner(plan: Plan, read: Callable[[str], Tensor], options: CalibrationOptions) -> str | None:
+    """The digest of a checkpoint's attention weights, where its model in memory has them in another layout.
+
+    Args:
+        plan: Of the checkpoint.
+        read: Name -> tensor.
+        options: Whether statistics are saved.
+    """
+    if plan.spec.memory is None or not options.statistics:
+        return None
+    return fingerprint([module.module for module in plan.modules], read)
 
 
 def about_statistics(statistics: Statistics | None) -> dict[str, Any]:

@@ -39,7 +39,7 @@ def as_stored(
     names = {role: name for role, name in module.names.items() if name in state}
     own = result_spec(live.spec, live)
     weights = heads.split(own, module.result, {role: state[name] for role, name in names.items()})
-    # A class may call what belongs to heads otherwise than the files do; both know it in the same order.
+    # A class may call what belongs to heads, and the norms, otherwise than the files do; both know them in one order.
     mine, theirs = (
         [extra.name for extra in described.per_head if extra.name in set(map(role_template, present))]
         for described, present in ((own, names), (spec, roles))
@@ -50,5 +50,7 @@ def as_stored(
         kv_extras={stored.get(n, n): x for n, x in weights.kv_extras.items()},
         query_extras={stored.get(n, n): x for n, x in weights.query_extras.items()},
     )
-    shared = {role: state[name] for role, name in names.items() if role.split(".")[0] in live.spec.qk_norm}
+    norms = dict(zip(live.spec.qk_norm, spec.qk_norm, strict=True))
+    split = [(*role.rpartition("."), name) for role, name in names.items()]
+    shared = {f"{norms[norm]}.{leaf}": state[name] for norm, _, leaf, name in split if norm in norms}
     return heads.unsplit(spec, weights) | shared

@@ -36,7 +36,7 @@ from .calibration_options import FLOAT32_PARAMETERS, CalibrationOptions
 from .converted import Converted, NotAChain
 from .in_memory import plan_model
 from .inputs import Inputs, calibration_inputs
-from .known_statistics import saved_statistics
+from .known_statistics import saved_statistics, stored_owner
 from .plan import ModulePlan, Plan
 from .rest_of_layers import RestOfLayers
 from .result_tensors import result_shapes
@@ -145,7 +145,8 @@ def _through(
             if count := work.open(keys, restart=force):
                 logger.info("%s: going on after %d finished layers", work.root, count)
         statistics = saved_statistics(plan, checkpoint.read, options)
-        done = walked(layers, live, inputs.to(layers.device), options, fitted, statistics, work)
+        stored = stored_owner(plan, checkpoint.read, options)
+        done = walked(layers, live, inputs.to(layers.device), options, fitted, statistics, work, stored)
     except BaseException:
         if work is not None:
             work.close()

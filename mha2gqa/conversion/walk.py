@@ -27,7 +27,7 @@ from ..calibration import (
     moment_rows,
     observing,
 )
-from ..checkpoints.streaming import Layers
+from ..checkpoints.streaming import Layers, place
 from ..errors import CheckpointError, UsageError
 from ..evaluation.context import context_warnings
 from ..reconstruct import LayerFit, ReconstructConfig
@@ -67,6 +67,7 @@ class Walk:
         work: Keeps what is done of each block, and has what an earlier run has done; None leaves the blocks in
             the converted model.
         statistics: Second moments that are known already.
+        stored: Digest of the checkpoint's attention weights, if it is not that of the model in memory.
     """
 
     def __init__(
@@ -79,10 +80,11 @@ class Walk:
         config: ReconstructConfig | None,
         work: WorkDir | None = None,
         statistics: Statistics | None = None,
+        stored: str | None = None,
     ) -> None:
         self.layers, self.teacher, self.plan, self.options = layers, layers.model, plan, options
         self.inputs, self.validation, self.work, self.config = inputs, validation, work, config
-        self.statistics, self.given = statistics, statistics is not None
+        self.statistics, self.given, self.stored = statistics, statistics is not None, stored
         self.ranks, self.clock = Ranks.here(), Clock(layers.device)
         self.clip = find_clip(self.teacher, plan.spec, [m.module for m in plan.modules])
         ordered = sorted(plan.modules, key=lambda m: (m.module.layer, m.module.kind != "self"))
@@ -96,6 +98,8 @@ class Walk:
         self.done = 0  # blocks that an earlier run has finished
         self.grouped_already = False
         self.student = empty_copy(self.teacher, plan)
+        if not layers.resident:
+            place(self.student, layers.device)
         self.weights = BlockWeights(layers, self.student, self.blocks, self.ranks)
         self.measured = Measured(self.weights.read, keep=options.statistics is not None)
         self.own_spec = result_spec(plan.spec, plan)
@@ -454,6 +458,7 @@ class Walk:
             warnings += self.statistics.about.get("notes", [])
         elif self.measured.seen:
             about["statistics"] = self.measured.about(self.teacher, self.inputs, self.plan.modules)
+            about["statistics"] |= {"stored": self.stored} if self.stored else {}
             warnings += about["statistics"]["notes"]
             if self.options.statistics and distributed.is_rank_zero():
                 Statistics(self.measured.moments, about["statistics"]).save(self.options.statistics)

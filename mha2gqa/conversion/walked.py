@@ -33,6 +33,7 @@ def walked(
     fitted: ReconstructConfig | None,
     statistics: Statistics | None,
     work: WorkDir | None = None,
+    stored: str | None = None,
 ) -> Converted:
     """Walk over the blocks of a model, and train it end to end where the options ask for it."""
     warnings = []
@@ -52,7 +53,7 @@ def walked(
             "remove the file to measure them again"
         )
     config = None if fitted is None else fit_config(fitted, seen)
-    done = Walk(layers, plan, seen, kept, options, config, work, statistics).run()
+    done = Walk(layers, plan, seen, kept, options, config, work, statistics, stored).run()
     done.warnings += warnings
     if config is not None and config.regress and config.distill_steps:
         _distil(layers.model, done, seen, kept, config)

@@ -112,7 +112,9 @@ def _smollm2(name: str, given: argparse.Namespace) -> Case:
     if given.train_text:
         read = ("--method", "joint", "--calibration", given.train_text)
         trained = ("--data", given.train_text, "--tokens", given.text_tokens)
-        rows += [Row("joint, calibrated", 3, read)] if twin else []
+        if twin:  # what was exact already, and what fits make of it
+            rows.append(Row("joint, calibrated, without fits", 3, (*read, "--no-reconstruct")))
+            rows.append(Row("joint, calibrated", 3, read))
         rows.append(Row("joint, calibrated", 1, read))
         rows.append(Row("joint, calibrated, uptrained", 1, read, trained, turn=0))
     return Case("smollm2-135m-mha" if twin else "smollm2-135m", 9 if twin else 3, rows, scored)
@@ -278,7 +280,7 @@ class Measured:
         fewer: tuple[str, ...] = ("--device", given.device)
         if calibrated and given.calibration_tokens:
             fewer += ("--calibration-tokens", str(given.calibration_tokens))
-        if calibrated and given.fit:
+        if calibrated and given.fit and "--no-reconstruct" not in row.words:
             fewer += ("--fit", given.fit)
         with self.making[out]:
             if not out.exists():

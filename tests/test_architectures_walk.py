@@ -21,6 +21,7 @@ from architecture_proofs import (
     prove_fitted,
     prove_forward,
     prove_load,
+    runnable,
 )
 from conftest import word_tokenizer
 from families import PICOS
@@ -32,6 +33,8 @@ from training import write_text
 from mha2gqa.architectures import listing
 from mha2gqa.architectures.exported import STOCK
 from mha2gqa.checkpoints.loading import load_tokenizer
+from mha2gqa.conversion.in_memory import plan_model
+from mha2gqa.reconstruct.hidden_states import Stream, block_paths
 
 WALKED = [name for name in listing.supported_types() if name not in STOCK]
 # One of each kind of entry runs by default; `make archs` runs all.
@@ -88,6 +91,7 @@ UNFITTED = {
     "blt": "bytes are read in patches",
     "diffusion_gemma": "layers run one module",
     "evolla": "needs a protein",
+    "gemma3n_text": "four hidden states a text, refused",
     "gpt_bigcode": "holds all KV heads or one",
     "kyutai_speech_to_text": "needs sound",
     "llama4": "its class fails without an image",
@@ -113,6 +117,35 @@ def test_a_fitted_checkpoint_is_the_fitted_model(model_type: str, tmp_path: Path
     if len(load_tokenizer(word_tokenizer(tmp_path / "mha")).tokenize("w1 w2 w3")) != 3:
         pytest.skip("transformers reads every tokenizer of this type as one of its own")
     prove_fitted(tmp_path / "mha", tmp_path, write_text(tmp_path / "text.jsonl", documents=60))
+
+
+# Blocks that are passed text beside hidden states, or run more than once.
+BESIDE = ("dory", "gemma4_text", "inkling2_text", "zamba2")
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [n if n in BESIDE else pytest.param(n, marks=pytest.mark.slow) for n in WALKED if n not in UNFITTED],
+)
+def test_blocks_run_alone_give_the_logits_of_the_model(model_type: str) -> None:
+    _skip_if_absent(model_type)
+    if model_type in TIMM or getattr(pico_config(model_type), "is_encoder_decoder", False):
+        pytest.skip("needs timm, or another kind of text")
+    model = runnable(pico_class(model_type)(pico_config(model_type)).eval())
+    with torch.no_grad():
+        for p in model.parameters():
+            seeded = torch.Generator().manual_seed(p.numel())
+            p.copy_(torch.randn(p.shape, generator=seeded) * 0.2 + (p.ndim == 1))
+        ids = torch.randint(4, 90, (5, 9), generator=torch.Generator().manual_seed(1))
+        expected = model(input_ids=ids, use_cache=False).logits
+        modules = plan_model(model, 2, "mean", None, 0).modules
+        blocks = block_paths(model, min((m.module for m in modules), key=lambda m: m.layer))
+        stream = Stream(model, ids, 2, blocks)
+        assert stream.chained == (model_type != "dory")
+        for _ in blocks:
+            stream.advance()
+        found = torch.cat([stream.logits(i) for i in range(len(stream.batches))])
+    assert difference(found, expected) < 1e-3
 
 
 # The first of each source and target; all keep their logits in test_reexpress.py.

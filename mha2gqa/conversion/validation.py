@@ -25,6 +25,7 @@ class Validation:
         vocabulary: Logits of a position.
         device: Where the models run.
         fitted: Whether modules are fitted: then the merged model is one of its own.
+        masked: As in `Stream`.
     """
 
     def __init__(
@@ -36,12 +37,13 @@ class Validation:
         vocabulary: int,
         device: torch.device,
         fitted: bool,
+        masked: bool,
     ) -> None:
         self.device = device
         beside, self.rows, self.positions = Memory("device", device), rows, Positions()
         size = max(1, LOGITS.get(device.type, LOGITS["cuda"]) // (rows.window * vocabulary))
         self.streams = {
-            name: Stream(model, rows.read, size, blocks, beside, chained=True)
+            name: Stream(model, rows.read, size, blocks, beside, chained=True, masked=masked)
             for name, model in (("original", teacher), ("merged", student), ("fitted", student))
             if fitted or name != "fitted"
         }

@@ -172,6 +172,7 @@ class Walk:
                 self._vocabulary(),
                 device,
                 self.config is not None,
+                self.original.masked,
             )
         self.fitter: Fitter | None = None
         if self.config is not None:
@@ -182,6 +183,7 @@ class Walk:
                 self.blocks,
                 self.memory,
                 chained=self.original.chained,
+                masked=self.original.masked,
             )
             self.fitter = Fitter(
                 own,
@@ -287,7 +289,13 @@ class Walk:
                 progress.current().advance(number + 1)
             self.layers.load(self.blocks[0])
             self.original = Stream(
-                self.teacher, self._share(self.inputs), size, self.blocks, self.memory, chained=True
+                self.teacher,
+                self._share(self.inputs),
+                size,
+                self.blocks,
+                self.memory,
+                chained=True,
+                masked=self.original.masked,
             )
         self._group(self.plan.modules)
         self.grouped_already = True

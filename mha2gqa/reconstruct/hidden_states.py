@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from ..architectures import AttentionModule
 from ..calibration import Batch, batches, model_device, run
@@ -101,6 +102,8 @@ class Stream:
         blocks: Paths of its blocks, in order.
         memory: Where the hidden states lie; beside the model by default.
         chained: Whether the blocks are a chain; None finds out, for which the first block is run once.
+        masked: Whether, beside hidden states, the model passes its blocks what differs from row to row; None finds
+            out. Where the inputs hold masks it does.
     """
 
     def __init__(
@@ -111,18 +114,22 @@ class Stream:
         blocks: Sequence[str],
         memory: Memory | None = None,
         chained: bool | None = None,
+        masked: bool | None = None,
     ) -> None:
         self.model, self.size, self.blocks, self.at = model, size, list(blocks), 0
         self.memory = memory or Memory(device=model_device(model))
         self.inputs = {"input_ids": inputs} if isinstance(inputs, Tensor) else dict(inputs)
         self.batches = list(batches(self.inputs, size))
         self.count = len(next(iter(self.inputs.values())))
-        self.masked = any(name in self.inputs for name in MASKS)
+        self.masked = bool(masked) or any(name in self.inputs for name in MASKS)
         self.real = real_positions(self.inputs)
         self._returned: list[list[Any]] = [[] for _ in self.batches]  # per batch, what each block returned
         self._fixed: dict[Any, dict[str, Any]] = {}
         self.rows = self._first_rows()
-        self.chained = self._is_chain() if chained is None else chained
+        if chained is None:
+            chained, varied = self._is_chain()
+            self.masked |= varied and masked is None
+        self.chained = chained
 
     # --- how the model calls its blocks --------------------------------------------------------------------
 
@@ -132,7 +139,8 @@ class Stream:
         for i in range(len(self.batches)):
             call = self._enter_block(self.batches[i], [])
             for name, x in call.rows.items():
-                if len(x) != len(next(iter(self.batches[i].values()))):
+                read = next(iter(self.batches[i].values())).shape
+                if len(x) != read[0] or (x.ndim > 3 and x.shape[1:3] == read):  # Gemma 3n: [4, B, T, D]
                     raise UnsupportedModelError(
                         f"hidden states of shape {tuple(x.shape)} do not have one row a text",
                         where=self.blocks[0],
@@ -182,29 +190,52 @@ class Stream:
                 if forward is not None:
                     block.forward = forward
 
-    def _is_chain(self) -> bool:
-        """Whether each block reads the very tensor that the one before returned (the first block is run once)."""
-        if len(self.blocks) == 1:
-            return True
+    def _is_chain(self) -> tuple[bool, bool]:
+        """Whether the blocks are a chain, and whether they are passed what differs from row to row.
+
+        In a chain each block runs once and reads the very tensor that the one before returned. The first one is run.
+        """
         output = self._run(self._read(self.rows_of(0)), self.fixed(0))
         marker = _marker(first_tensor(output))
-        passed: list[bool] = []
-
-        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            call = _arguments(module, args, kwargs)
-            passed.append(next(iter(call.rows.values()), None) is marker)
-
-        later = [self.model.get_submodule(path) for path in self.blocks[1:]]
-        hooks = [block.register_forward_pre_hook(enter, with_kwargs=True) for block in later]
+        output = _with_first(output, marker)
         try:
-            with torch.no_grad(), self._stand_ins([_with_first(output, marker)] * len(self.blocks)):
-                run(self.model, self.batches[0], self.memory.device)
+            calls = self._calls(self.batches[0], output)
         except (RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError):
-            return False  # blocks that return other things than the first one
+            return False, False  # blocks that return other things than the first one
+        passed = [next(iter(call.rows.values()), None) is marker for _, call in calls]
+        chained = [number for number, _ in calls] == list(range(len(self.blocks))) and all(passed[1:])
+        return chained, chained and self._varied(output)
+
+    @torch.no_grad()
+    def _calls(self, batch: Batch, output: Any) -> list[tuple[int, Call]]:
+        """The calls of all blocks on a batch, by number, where each returns `output`."""
+        found: list[tuple[int, Call]] = []
+        hooks = [
+            self.model.get_submodule(path).register_forward_pre_hook(
+                lambda module, args, kwargs, number=number: found.append(
+                    (number, _arguments(module, args, kwargs))
+                ),
+                with_kwargs=True,
+            )
+            for number, path in enumerate(self.blocks)
+        ]
+        try:
+            with self._stand_ins([output] * len(self.blocks)):
+                run(self.model, batch, self.memory.device)
         finally:
             for hook in hooks:
                 hook.remove()
-        return len(passed) == len(later) and all(passed)
+        return found
+
+    def _varied(self, output: Any) -> bool:
+        """Whether what blocks are passed beside hidden states is another for the first batch read backwards."""
+        if self.masked:
+            return True
+        first = self.batches[0]
+        other = {name: x.flip(-1) for name, x in first.items()}
+        passed = ([call.fixed for _, call in self._calls(batch, output)] for batch in (first, other))
+        one, two = ([x for x in tree_leaves(fixed) if isinstance(x, Tensor)] for fixed in passed)
+        return len(one) != len(two) or not all(map(torch.equal, one, two))
 
     @torch.no_grad()
     def fixed(self, i: int, rows: int | None = None, key: str = "") -> dict[str, Any]:

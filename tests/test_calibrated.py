@@ -14,10 +14,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from mha2gqa import convert_model
+from mha2gqa import plan as plan_conversion
 from mha2gqa.checkpoints.loading import load_model, load_tokenizer
 from mha2gqa.conversion.checkpoint import convert
 from mha2gqa.data import read_documents, token_blocks
-from mha2gqa.errors import DataError, UsageError
+from mha2gqa.errors import DataError, UnsupportedModelError, UsageError
 from mha2gqa.reconstruct import ReconstructConfig
 from mha2gqa.verification.checks import verify
 
@@ -134,6 +135,17 @@ def test_saved_statistics_give_the_same_result_without_the_text(
             torch.nn.init.normal_(x)
         other.save_pretrained(tmp_path / "other")
         convert(tmp_path / "other", tmp_path / "c", 2, statistics=file)
+
+
+def test_layers_that_cannot_be_run_alone_are_refused_before_the_text_is_read(tmp_path: Path) -> None:
+    pico_class("gemma3n_text")(pico_config("gemma3n_text")).save_pretrained(tmp_path / "mha")
+    said = "cannot be calibrated: its layers pass on four hidden states"
+    with pytest.raises(UnsupportedModelError, match=said):
+        convert(tmp_path / "mha", tmp_path / "gqa", 2, calibration=[str(tmp_path / "absent.jsonl")])
+    with pytest.raises(UnsupportedModelError, match=said):
+        convert_model(load_model(tmp_path / "mha"), 2, calibration=torch.zeros(8, 17, dtype=torch.long))
+    planned = plan_conversion(tmp_path / "mha", groups=2)
+    assert any(said in note for note in planned.warnings) and not planned.calibration
 
 
 @pytest.mark.parametrize("model_type", ["cosmos3_omni", "molmo2"])

@@ -136,6 +136,7 @@ class AttentionSpec:
             the square root of the head dim.
         memory: How modules are named in memory, where transformers renames tensors when it loads them.
         note: One line the user should read before converting.
+        uncalibrated: Why layers cannot be run on text one by one, and so not calibrated; empty where they can.
         unread: Why there is no data that the model could be calibrated, uptrained and scored on; empty where there is.
     """
 
@@ -176,6 +177,7 @@ class AttentionSpec:
     scale_key: str = ""
     memory: AttentionSpec | None = None
     note: str = ""
+    uncalibrated: str = ""
     unread: str = ""
 
     def text_config(self, config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -140,7 +140,10 @@ DECODERS: dict[str, AttentionSpec] = {
         ("lfm2", "lfm2_moe"), replace(QK_NORM, o="out_proj", qk_norm=("q_layernorm", "k_layernorm"))
     ),
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), GATED_QUERY),
-    **dict.fromkeys(("gemma3n_text", "gemma4_text", "gemma4_unified_text"), GEMMA_SHARED),
+    **dict.fromkeys(("gemma4_text", "gemma4_unified_text"), GEMMA_SHARED),
+    "gemma3n_text": replace(
+        GEMMA_SHARED, uncalibrated="its layers pass on four hidden states of a text at once"
+    ),
     "afmoe": GATED,
     "bamba": _rotary(LLAMA, 0.5),
     "beam": replace(GATED, per_head=(*GATED.per_head, PerHeadParameter("gate_bias", "query"))),

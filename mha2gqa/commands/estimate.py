@@ -271,7 +271,7 @@ def _recommended(
     source = str(asked.source)
     words = ["mha2gqa", "convert", source, f"{Path(source).name}-gqa{groups}", "--groups", str(groups)]
     words += ["--wide", str(wide)] if wide > 1 else []
-    words += [] if spec.unread else _CALIBRATION[trained_on(config)].split()
+    words += [] if spec.unread or spec.uncalibrated else _CALIBRATION[trained_on(config)].split()
     words += [] if as_ == "auto" else ["--as", as_]
     changed, options = asked.changed(), declared(ConvertConfig)
     for name in ("revision", "drop_extra", "allow_unchecked", "calibration_tokens", "effort"):
@@ -386,7 +386,7 @@ def _calibration(
     fit: ReconstructConfig | None,
 ) -> dict[str, Any]:
     """The price of calibrating and fitting."""
-    if all(module.unchanged for module in decided.modules):
+    if decided.spec.uncalibrated or all(module.unchanged for module in decided.modules):
         return {}
     itemsize = max(round(model.total / max(1, sum(map(math.prod, model.shapes.values())))), 1)
     recordings = min(MOST_RECORDINGS, tokens) if trained_on(model.config) == "audio" else 0

@@ -24,6 +24,7 @@ from ..config.convert import DEFAULT_METHOD, ConvertConfig
 from ..config.given import require_model
 from ..config.reconstruct import Effort, with_effort
 from ..config.signature import names_in_python
+from ..errors import UnsupportedModelError
 from ..progress import Callback, Progress, reporting
 from ..reconstruct import ReconstructConfig
 from .calibration_options import CALIBRATED, CalibrationOptions, Stage
@@ -84,6 +85,7 @@ def calibrate(
         )
     stored = options.statistics is not None and Path(options.statistics).exists()
     if options.texts and (fitted is not None or not stored):
+        _check_calibrated(plan, checkpoint.path)
         made = with_model(checkpoint, plan, options, fitted, out, force)
         return replace(made, warnings=warnings + made.warnings)
     if options.texts:
@@ -104,6 +106,20 @@ def calibrate(
     )
 
 
+def _check_calibrated(plan: Plan, where: object) -> None:
+    """Refuse text for a model whose layers cannot be run on it one by one.
+
+    Raises:
+        UnsupportedModelError: With the reason.
+    """
+    if plan.spec.uncalibrated:
+        raise UnsupportedModelError(
+            f"cannot be calibrated: {plan.spec.uncalibrated}",
+            where=where,
+            fix="convert without --calibration, and uptrain the result",
+        )
+
+
 # --- in memory -----------------------------------------------------------------------------------------
 
 
@@ -116,6 +132,8 @@ def convert_live(teacher: Any, plan: Plan, inputs: Inputs | None, options: Calib
         inputs: What the model reads, on its device; None uses the weights (or saved statistics) alone.
         options: Grouping, stages, statistics.
     """
+    if inputs is not None:
+        _check_calibrated(plan, type(teacher).__name__)
     fitted = options.fitted(inputs is not None)
     state = teacher.state_dict()
     statistics = saved_statistics(plan, state.__getitem__, options)

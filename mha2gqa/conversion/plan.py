@@ -341,6 +341,8 @@ def _notes(
     """What the user should know before converting."""
     before, groups = num_kv_heads
     notes = [spec.note] if spec.note else []
+    if spec.uncalibrated:
+        notes.append(f"it cannot be calibrated: {spec.uncalibrated}")
     target = spec.target(num_heads, groups)
     if target is not None and target.note:
         notes.append(target.note)

@@ -105,6 +105,8 @@ def data_free_warnings(plan: Plan) -> list[str]:
         return [
             f"converted without data, and not measured: {plan.spec.unread}; hold it against the original yourself"
         ]
+    if plan.spec.uncalibrated:
+        return [f"{start}; uptrain the result before using it"]
     return [f"{start}; give {_better(plan)}, or uptrain the result before using it"]
 
 

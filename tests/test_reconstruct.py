@@ -193,6 +193,7 @@ def test_no_stage_makes_a_lossless_student_worse() -> None:
     student = convert_model(teacher, 2, method="joint")
     fits = reconstruct(teacher, student, SPEC, blocks(), FEW)
     assert max(fit.after for fit in fits) < 1e-8
+    assert all(fit.steps == 0 and fit.refitted is None for fit in fits)  # nothing is left but noise to fit
     assert gap(teacher, student, blocks(seed=3)) < 1e-8
 
 

@@ -23,6 +23,7 @@ from .row_store import RowStore
 from .train_state import float32, frozen, repeatable, rest_of_block, trained_parameters
 
 Report = Callable[["LayerFit"], None]
+EXACT = 1e-6  # a copy of heads rounded to float16 is below it; what real merging loses is a thousand times that
 
 
 @dataclass(frozen=True)
@@ -212,22 +213,26 @@ class Fitter:
             mine, original: Of student and teacher, whose outputs the errors compare.
         """
         wanted = [_output(self.teacher, original, i) for i in self.split[1]]
-        fits = [self._refitted(pair, mine, wanted) for pair in pairs]
+        before = self._error(mine, wanted)
+        if not math.isfinite(before):
+            raise DataError(
+                "activations are not finite",
+                where=pairs[0].module.path,
+                fix="load the model in bfloat16 or float32",
+            )
+        if before <= exact(mine):  # fits would fit noise
+            return [LayerFit(pair.module.path, before, None, before, 0) for pair in pairs]
+        fits: list[LayerFit] = []
+        for pair in pairs:
+            fits.append(self._refitted(pair, mine, wanted, fits[-1].after if fits else before))
         if self.config.regress and self.config.steps:
             steps = self._regress(pairs)
             after = self._error(mine, wanted)
             fits = [replace(fit, after=after, steps=steps) for fit in fits]
         return fits
 
-    def _refitted(self, pair: Pair, mine: nn.Module, wanted: Sequence[Tensor]) -> LayerFit:
-        """One module after the closed-form refit."""
-        before = self._error(mine, wanted)
-        if not math.isfinite(before):
-            raise DataError(
-                "activations are not finite",
-                where=pair.module.path,
-                fix="load the model in bfloat16 or float32",
-            )
+    def _refitted(self, pair: Pair, mine: nn.Module, wanted: Sequence[Tensor], before: float) -> LayerFit:
+        """One module after the closed-form refit; `before` is the error without it."""
         fit = LayerFit(pair.module.path, before, None, before, 0)
         if self.config.refit:
             ridge = self._refit(pair)
@@ -302,6 +307,12 @@ class Fitter:
         fixed, masked = self.student.fixed, self.student.masked
         calls = Calls(rows, self._outputs, range(count), fixed, self.student.size, masked, self.student.real)
         return self.student.block, calls
+
+
+def exact(module: nn.Module) -> float:
+    """The relative error at which a merged module counts as the original: a millionth, or what its dtype rounds."""
+    eps = max((torch.finfo(p.dtype).eps for p in module.parameters() if p.is_floating_point()), default=0.0)
+    return max(EXACT, eps**2)
 
 
 def _output(stream: Stream, module: nn.Module, i: int) -> Tensor:

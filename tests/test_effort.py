@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import pico_llama
 from test_calibrated_fits import write_text
 from test_cli import Run, run
@@ -20,6 +21,7 @@ from mha2gqa.config import reconstruct as settings
 from mha2gqa.config.convert import ConvertConfig
 from mha2gqa.config.key_values import read_fit
 from mha2gqa.conversion import convert_model
+from mha2gqa.errors import UsageError
 
 __all__ = ["run"]
 SMALL: dict[str, Any] = {
@@ -115,3 +117,21 @@ def test_plan_prices_each_word(tmp_path: Path) -> None:
     assert memory["quick"] == memory["normal"] < memory["thorough"]
     assert price["thorough"]["disk_bytes"] > price["normal"]["disk_bytes"]
     assert (price["quick"]["steps"], price["thorough"]["trained"]) == (300, "layer")
+
+
+def test_settings_in_memory_may_be_a_mapping(text: str, tmp_path: Path) -> None:
+    model = pico_llama()
+    rows = blocks(save(model, tmp_path / "source"), text)
+    few = {**SMALL, "steps": 2}
+    forms = (few, settings.ReconstructConfig(**few))
+    found, wanted = (convert_model(model, 2, calibration=rows, fit=form).state_dict() for form in forms)
+    assert all(torch.equal(x, found[name]) for name, x in wanted.items())
+    for bad, words in (
+        ({"stepps": 3}, "stepps"),
+        ({"steps": "many"}, "steps"),
+        (3, "must hold keys"),
+        ("none", "must hold keys"),
+    ):
+        with pytest.raises(UsageError, match=words) as caught:
+            convert_model(model, 2, calibration=rows, fit=bad)  # type: ignore[arg-type]
+        assert len(str(caught.value)) < 200

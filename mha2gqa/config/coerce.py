@@ -146,7 +146,7 @@ def coerce(hint: Any, value: Any, bounds: Range | None = None) -> Any:
         return value
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
         return _config(hint, value)
-    if hint is dict or origin is dict:
+    if hint is dict or origin in (dict, Mapping):
         if isinstance(value, Mapping):
             return dict(value)
         raise Invalid("must hold keys")
@@ -200,7 +200,8 @@ def _config(kind: Any, value: Any) -> Any:
     for name in value:
         if name not in names:
             near = difflib.get_close_matches(str(name)[:100], names, 1, 0.5)
-            raise Invalid(f"must hold keys such as {near[0] if near else names[0]}")
+            advice = f"did you mean {near[0]}?" if near else f"such as {names[0]}"
+            raise Invalid(f"must hold known keys, not {short(name)} ({advice})")
     return kind.typed(value)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
-from .coerce import short
+from .coerce import Invalid, coerce, short
 from .option import CALIBRATION, RECIPE, Config, OptionError, option
 
 Effort = Literal["quick", "normal", "thorough"]
@@ -171,16 +171,22 @@ def effort_conflicts(effort: Effort | None, fit: ReconstructConfig | None) -> It
         yield OptionError("effort", f"{effort} sets {error.name}: {error.rule}", error.advice)
 
 
-def with_effort(effort: Effort | None, fit: ReconstructConfig | None) -> ReconstructConfig | None:
+def with_effort(
+    effort: Effort | None, fit: ReconstructConfig | Mapping[str, Any] | None
+) -> ReconstructConfig | None:
     """The settings of the fits with what a word for the effort sets; None where nothing is asked.
 
     Raises:
-        OptionError: No such word, or the settings have what it sets.
+        OptionError: No such word, no such settings, or the settings have what it sets.
     """
+    try:
+        settings: ReconstructConfig | None = None if fit is None else coerce(ReconstructConfig, fit)
+    except Invalid as error:
+        raise OptionError("fit", str(error)) from error
     if effort is None:
-        return fit
+        return settings
     if effort not in EFFORTS:
         raise OptionError("effort", f"must be one of {', '.join(EFFORTS)}, not {short(effort)}")
-    for conflict in effort_conflicts(effort, fit):
+    for conflict in effort_conflicts(effort, settings):
         raise conflict
-    return replace(fit or ReconstructConfig(), **EFFORTS[effort])
+    return replace(settings or ReconstructConfig(), **EFFORTS[effort])

@@ -164,7 +164,7 @@ def convert_model(
     groupings: Groupings | None = None,
     refit: bool | None = None,
     reconstruct: bool | None = None,
-    fit: ReconstructConfig | None = None,
+    fit: ReconstructConfig | Mapping[str, Any] | None = None,
     effort: Effort | None = None,
     seed: int = 0,
     as_: str = "auto",
@@ -185,7 +185,7 @@ def convert_model(
         grouping: `neighbours`, `search` (the default of `joint` and `align`) or a file of partitions.
         groupings: Which heads share, by module path, instead of `grouping`.
         refit, reconstruct: Stages after merging; on with calibration.
-        fit: How hard those two try.
+        fit: How hard those two try; a mapping of its fields will do.
         effort: The same in a word: `quick`, `normal` or `thorough`.
         seed: For methods that draw numbers, and the order of blocks.
         as_: As `convert` takes it: which architecture the result is written in.

@@ -23,7 +23,7 @@ COMMANDS = {
         convert WHISPER named --groups 2 --calibration NAMED.jsonl --source-column sound --target-column said --calibration-tokens 40 --no-reconstruct
         convert MULTILINGUAL german --groups 2 --calibration SOUNDS --targets generate --beams 5 --source-lang de --task translate --no-reconstruct
         evaluate MULTILINGUAL german --data HELDOUT_RECORDINGS --metrics cer --source-lang German --task translate --max-wer-delta 1000 --metrics wer
-        uptrain named named-up --data RECORDINGS --tokens 60 --batch-tokens 20 --set ce_weight=0.5
+        uptrain named named-up --data RECORDINGS --tokens 60 --batch-tokens 20 --learning-rate 1e-5 --set ce_weight=0.5
         verify named-up
     """,
     "translation": """

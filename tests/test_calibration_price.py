@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from mha2gqa.commands.calibration_price import calibration_price
 from mha2gqa.commands.describe import describe
 from mha2gqa.commands.estimate import plan
 from mha2gqa.config import ReconstructConfig
+from mha2gqa.config.key_values import read_fit
 from mha2gqa.conversion.plan import plan_conversion
 from mha2gqa.conversion.result_tensors import result_shapes
 
@@ -70,6 +73,11 @@ def test_plan_prices_what_the_fits_are_asked_and_repeats_it(tmp_path: Path) -> N
         f"mha2gqa convert '{model}' 'my model-gqa8' --groups 8 --calibration TEXT.jsonl --calibration-tokens 1000000 "
         "--effort thorough --fit batch_tokens=8192"
     )
+    fit = {"betas": (0.8, 0.9), "relative": True, "rest_rate": 0.1, "train": "layer"}
+    words = shlex.split(plan(model, groups=8, fit=fit, drop_extra=("a b", "c*")).recommended)
+    given = [word for flag, word in itertools.pairwise(words) if flag == "--fit"]
+    assert read_fit(given) == ReconstructConfig(**fit)
+    assert [word for flag, word in itertools.pairwise(words) if flag == "--drop-extra"] == ["a b", "c*"]
 
 
 def test_nothing_to_convert_has_no_price(tmp_path: Path) -> None:

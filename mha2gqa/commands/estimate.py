@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shlex
 from collections.abc import Mapping, Sequence
@@ -274,13 +275,13 @@ def _recommended(
     words += [] if spec.unread or spec.uncalibrated else _CALIBRATION[trained_on(config)].split()
     words += [] if as_ == "auto" else ["--as", as_]
     changed, options = asked.changed(), declared(ConvertConfig)
-    for name in ("revision", "drop_extra", "allow_unchecked", "calibration_tokens", "effort"):
-        flag, value = options[name].flags[0], changed.get(name)
-        words += [flag] if value is True else []
-        for part in value if isinstance(value, tuple) else [value] if value and value is not True else []:
-            words += [flag, str(part)]
-    if isinstance(asked.fit, ReconstructConfig):
-        words += [word for key, value in asked.fit.changed().items() for word in ("--fit", f"{key}={value}")]
+    words += [options["allow_unchecked"].flags[0]] if asked.allow_unchecked else []
+    for name in ("revision", "drop_extra", "calibration_tokens", "effort"):
+        values = changed.get(name, ())
+        for value in values if isinstance(values, tuple) else (values,):
+            words += [options[name].flags[0], str(value)]
+    for key, value in asked.fit.changed().items() if isinstance(asked.fit, ReconstructConfig) else ():
+        words += ["--fit", f"{key}={json.dumps(value) if isinstance(value, (bool, tuple)) else value}"]
     return shlex.join(words)
 
 

@@ -12,6 +12,7 @@ from training import TINY, family
 from mha2gqa.config import TrainerOptions, UptrainConfig, declared
 from mha2gqa.errors import UsageError
 from mha2gqa.uptraining import uptrain
+from mha2gqa.uptraining.arguments import offloads
 from mha2gqa.uptraining.run import make_config
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -125,3 +126,27 @@ def test_a_teacher_without_a_share_is_told(models: tuple[Path, Path], tmp_path: 
     beside = uptrain(student, tmp_path / "b", text, tokens=64, ce_weight=1, **TINY)
     assert [e["loss"] for e in beside.losses["train"]] == [e["loss"] for e in alone.losses["train"]]
     assert "ce_weight 1 gives the teacher no weight" in " ".join(beside.warnings) and not alone.warnings
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ('{"a":' * 3000 + "1" + "}" * 3000, "nested too deeply"),
+        ('{"cpu_offload": true', "is not JSON"),
+        ('{"cpu_offload": 3}', "must be true or false, not 3"),
+        ("[1]", "must hold settings"),
+        (3, "must hold settings"),
+        ("nowhere.json", "no such file"),
+    ],
+)
+def test_settings_of_fsdp_that_cannot_be_read(config: Any, said: str) -> None:
+    with pytest.raises(UsageError, match=said) as caught:
+        offloads({"fsdp": "true", "fsdp_config": config})
+    assert len(str(caught.value)) < 400
+
+
+def test_offload_is_read_in_every_spelling(tmp_path: Path) -> None:
+    (tmp_path / "f.json").write_text('{"fsdp_cpu_offload": true}')
+    for config in ({"cpu_offload": True}, ' {"cpu_offload": true}', str(tmp_path / "f.json")):
+        assert offloads({"fsdp": "true", "fsdp_config": config}) and not offloads({"fsdp_config": config})
+    assert not offloads({"fsdp": "true"}) and offloads({"fsdp": "full_shard offload"})

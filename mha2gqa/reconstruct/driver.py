@@ -23,9 +23,8 @@ from .row_store import RowStore
 from .train_state import float32, frozen, repeatable, rest_of_block, trained_parameters
 
 Report = Callable[["LayerFit"], None]
-EXACT = (
-    1e-6  # a copy of heads rounded to float16 is below it; what real merging loses is a thousand times that
-)
+# A copy of heads rounded to float16 is below it; what real merging loses is a thousand times that.
+EXACT = 1e-6
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import fields
 from importlib.util import find_spec
@@ -15,7 +14,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.integrations.integration_utils import get_reporting_integration_callbacks
 from transformers.training_args import OptimizerNames
 
-from ..checkpoints.json_files import read_json
+from ..checkpoints.json_files import parse_json, read_json
 from ..config import OptionError, UptrainConfig
 from ..distributed import is_launched, world_size
 from ..errors import UsageError, quoted
@@ -120,6 +119,9 @@ def micro_batch(budget: Budget, world: int, device: str, given: int | None) -> i
     return max(n for n in range(1, own + 1) if own % n == 0 and (n <= limit or n == 1))
 
 
+_FSDP_FIX = 'give a JSON file, or settings such as {"cpu_offload": true}'
+
+
 def offloads(extra: Mapping[str, Any]) -> bool:
     """Whether FSDP keeps weights, gradients and optimiser on the host.
 
@@ -131,27 +133,33 @@ def offloads(extra: Mapping[str, Any]) -> bool:
         CheckpointError: It is a file, and cannot be read.
     """
     config = extra.get("fsdp_config") or {}
-    if isinstance(config, str) and not config.startswith("{"):
-        config = read_json(Path(config), fix="give a JSON file, or the settings themselves")
-    elif isinstance(config, str):
+    if isinstance(config, str):
         config = _settings(config)
+    if not isinstance(config, Mapping):
+        raise UsageError(f"must hold settings, not {quoted(config)}", where="fsdp_config", fix=_FSDP_FIX)
     asked = config.get("cpu_offload", config.get("fsdp_cpu_offload", False))
     if not isinstance(asked, bool):
         raise UsageError(f"must be true or false, not {quoted(asked)}", where="fsdp_config cpu_offload")
     return bool(extra.get("fsdp")) and (asked or "offload" in str(extra["fsdp"]))
 
 
-def _settings(text: str) -> dict[str, Any]:
-    """Settings written as JSON.
+def _settings(text: str) -> Any:
+    """The settings of `fsdp_config`: JSON, or a file of it.
 
     Raises:
-        UsageError: They are none.
+        UsageError: The text is neither JSON nor a file.
+        CheckpointError: The file cannot be read.
     """
+    if not text.lstrip().startswith(("{", "[")):
+        if not Path(text).exists():
+            raise UsageError("no such file", where=f"fsdp_config {quoted(text)}", fix=_FSDP_FIX)
+        return read_json(Path(text), fix=_FSDP_FIX)
     try:
-        return dict(json.loads(text))
+        return parse_json(text)
     except ValueError as error:
-        where = f"fsdp_config {quoted(text)}"
-        raise UsageError(f"is not JSON ({error})", where=where, fix='try {"cpu_offload": true}') from error
+        raise UsageError(
+            f"is not JSON ({error})", where=f"fsdp_config {quoted(text)}", fix=_FSDP_FIX
+        ) from error
 
 
 def backend(on_cpu: bool, offload: bool) -> str | None:

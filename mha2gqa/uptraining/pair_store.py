@@ -41,9 +41,8 @@ class StoredPairs(Sequence[Example]):
 
     def __init__(self, path: Path, encoder: PairEncoder) -> None:
         self.encoder = encoder
-        self._features = (
-            KeptFeatures()
-        )  # in each process that reads: a run of several passes draws them again
+        # In each process that reads: a run of several passes draws them again.
+        self._features = KeptFeatures()
         files = _files(path)
         try:
             index = np.load(files["index"])

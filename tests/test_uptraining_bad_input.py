@@ -205,7 +205,7 @@ def test_deepspeed_that_is_not_installed(error, monkeypatch):
     ("value", "code", "message"),
     [
         ('{"cpu_offload": tru}', 2, "fsdp_config cpu_offload: must be true or false, not 'tru'"),
-        ("nowhere.json", 1, "nowhere.json: "),
+        ("nowhere.json", 1, "nowhere.json: no such file; give a JSON file"),
     ],
 )
 def test_settings_of_fsdp_that_cannot_be_read(error, monkeypatch, tmp_path, value, code, message):

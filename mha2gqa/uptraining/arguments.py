@@ -17,7 +17,7 @@ from transformers.training_args import OptimizerNames
 from ..checkpoints.json_files import parse_json, read_json
 from ..config import OptionError, UptrainConfig
 from ..distributed import is_launched, world_size
-from ..errors import UsageError, quoted
+from ..errors import CheckpointError, UsageError, quoted
 from .budget import Budget
 from .model_prep import OWN_LOSS, require_liger
 
@@ -147,12 +147,12 @@ def _settings(text: str) -> Any:
     """The settings of `fsdp_config`: JSON, or a file of it.
 
     Raises:
-        UsageError: The text is neither JSON nor a file.
+        UsageError: The text is not JSON.
         CheckpointError: The file cannot be read.
     """
     if not text.lstrip().startswith(("{", "[")):
         if not Path(text).exists():
-            raise UsageError("no such file", where=f"fsdp_config {quoted(text)}", fix=_FSDP_FIX)
+            raise CheckpointError("no such file", where=text, fix=_FSDP_FIX)
         return read_json(Path(text), fix=_FSDP_FIX)
     try:
         return parse_json(text)

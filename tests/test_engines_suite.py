@@ -296,7 +296,7 @@ def test_served_speeds_are_measured_in_turn_and_kept(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(speed, "bench", bench)
     monkeypatch.setattr(speed, "llama_cpp_sources", Path)
-    monkeypatch.setattr(speed, "write_gguf", lambda folder, raw, file, *rest: file.write_text(str(folder)))
+    monkeypatch.setattr(speed, "to_gguf", lambda folder, raw, file, *rest: file.write_text(str(folder)))
     command = ["x", "--tiny", "--llama-cpp", "s", "--llama-cpp-bin", "b", "--work", str(tmp_path / "w")]
     monkeypatch.setattr(sys, "argv", [*command, "--rounds", "2", "--out", str(tmp_path / "s.json")])
     speed.main()

@@ -14,7 +14,9 @@ from families import stock_model
 from pico_models import model_class, pico_config
 
 from mha2gqa.commands import export as export_module
-from mha2gqa.commands.export import export, sample_lines, staged
+from mha2gqa.commands.engine_converters import staged
+from mha2gqa.commands.engine_tokenizers import compare, sample_lines
+from mha2gqa.commands.export import export
 from mha2gqa.conversion.checkpoint import convert
 from mha2gqa.errors import CheckpointError, UnsupportedModelError, UsageError
 
@@ -118,12 +120,12 @@ def test_a_tokenizer_that_reads_otherwise_fails(
     assert sample_lines(text) == ["w0 w1", "w2"] and len(sample_lines()) == 100
 
     def reading(ids: dict[str, list[int]]) -> Any:
-        return lambda file, source, lines: export_module._compare(source, lines, ids.__getitem__)
+        return lambda file, source, lines: compare(source, lines, ids.__getitem__)
 
     sources = llama_cpp(tmp_path / "llama.cpp")
-    monkeypatch.setattr(export_module, "_check_gguf", reading({"w0 w1": [3, 4], "w2": [5]}))
+    monkeypatch.setattr(export_module, "check_gguf", reading({"w0 w1": [3, 4], "w2": [5]}))
     assert export(model, tmp_path / "good", "gguf", llama_cpp=sources, text=text).verification[0].ok
-    monkeypatch.setattr(export_module, "_check_gguf", reading({"w0 w1": [3, 4], "w2": [6]}))
+    monkeypatch.setattr(export_module, "check_gguf", reading({"w0 w1": [3, 4], "w2": [6]}))
     with pytest.raises(CheckpointError, match="'w2' as other tokens"):
         export(model, tmp_path / "bad", "gguf", llama_cpp=sources, text=text)
     assert not (tmp_path / "bad").exists()

@@ -25,7 +25,7 @@ from decode_speed import llama, random_model
 
 from mha2gqa.assets import tiny_model_path
 from mha2gqa.commands.bench import bench
-from mha2gqa.commands.export import llama_cpp_sources, write_gguf
+from mha2gqa.commands.engine_converters import llama_cpp_sources, to_gguf
 from mha2gqa.kv_cache import kv_bytes_per_token
 
 CACHES = {"f16": 16.0, "q8_0": 8.5, "q4_0": 4.5}  # bits of a cached number, scales included
@@ -77,7 +77,7 @@ def gguf(args: argparse.Namespace, kv_heads: int, weights: str) -> Path:
             (folder / "config.json").write_text(json.dumps(raw), encoding="utf-8")
         partial = file.with_suffix(".partial.gguf")
         # Random ids are decoded: how text would be split is of no account.
-        write_gguf(folder, raw, partial, llama_cpp_sources(args.llama_cpp), weights, "gpt-2")
+        to_gguf(folder, raw, partial, llama_cpp_sources(args.llama_cpp), weights, "gpt-2")
         partial.replace(file)
     return file
 

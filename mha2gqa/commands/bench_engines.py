@@ -24,7 +24,8 @@ from ..config.commands import Decoder
 from ..errors import CheckpointError, UnsupportedModelError, UsageError, quoted, reason
 from ..kv_cache import kv_bytes, step_weight_bytes
 from ..modeling import PREFIX
-from .export import check_architecture, llama_cpp_sources, supported_architectures, write_gguf
+from .engine_converters import llama_cpp_sources, supported_architectures, to_gguf
+from .export import check_architecture
 
 ENGINES: tuple[Decoder, ...] = get_args(Decoder)
 TOOL = "llama-batched-bench"
@@ -218,12 +219,12 @@ class LlamaCpp:
         with tempfile.TemporaryDirectory(prefix="mha2gqa-bench-") as name:
             file = Path(name) / "model.gguf"
             try:
-                write_gguf(Path(path), self.configs[path], file, self.sources, self.precision)
+                to_gguf(Path(path), self.configs[path], file, self.sources, self.precision)
             except UnsupportedModelError as error:
                 if "tokenizer" not in error.what:
                     raise
                 # Speed does not depend on how text is split: any name that the converter knows will do.
-                write_gguf(Path(path), self.configs[path], file, self.sources, self.precision, "gpt-2")
+                to_gguf(Path(path), self.configs[path], file, self.sources, self.precision, "gpt-2")
             yield file
 
     def _run(self, file: Path, path: str, batch: int, context: int, steps: int) -> str:

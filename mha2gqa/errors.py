@@ -77,6 +77,11 @@ def reason(error: BaseException, limit: int = 200) -> str:
     return words if len(words) <= limit else words[:limit].rsplit(" ", 1)[0] + " …"
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of what a library said; the error's type where it said nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def hub_refusals() -> tuple[type[Exception], ...]:
     """What the Hub's client raises: no network, no such repository, no rights, offline, a malformed name.
 

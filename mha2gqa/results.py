@@ -60,6 +60,15 @@ def headed(command: str, data: dict[str, Any]) -> dict[str, Any]:
     return {"schema_version": SCHEMA_VERSION, "command": command, "versions": versions()} | data
 
 
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """One check of a checkpoint: its name, whether it held (None: not made, `detail` says why)."""
+
+    name: str
+    ok: bool | None
+    detail: str
+
+
 class Result:
     """Base of the result dataclasses; `command` names the command that makes it.
 

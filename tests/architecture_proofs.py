@@ -14,14 +14,13 @@ from safetensors.torch import load_file, save_file
 from mha2gqa import convert_model, heads
 from mha2gqa.architectures import AttentionSpec, find_attention_modules, find_spec, geometry, rotary_dim
 from mha2gqa.checkpoints.config_spelling import both_spellings
-from mha2gqa.checkpoints.loading import load_model, load_tokenizer
+from mha2gqa.checkpoints.loading import load_model, load_tokenizer, quiet
 from mha2gqa.conversion.checkpoint import convert
 from mha2gqa.conversion.plan import plan_conversion
 from mha2gqa.conversion.rewrite import ModuleConverter
 from mha2gqa.data import read_documents, token_blocks
 from mha2gqa.heads import AttentionWeights
 from mha2gqa.reconstruct import ReconstructConfig
-from mha2gqa.verification.tiny_random import quiet
 
 Tensors = dict[str, torch.Tensor]
 

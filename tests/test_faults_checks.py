@@ -22,7 +22,8 @@ from mha2gqa.checkpoints.reader import edit_config
 from mha2gqa.cli.commands import cli
 from mha2gqa.errors import CheckpointError, Mha2gqaError, UnsupportedModelError, UsageError
 from mha2gqa.verification import preflight
-from mha2gqa.verification.tiny_random import NO_TINY_MODEL, _parameters, check_tiny_random, tiny_config
+from mha2gqa.verification.tiny_model import NO_TINY_MODEL, count_parameters, tiny_config
+from mha2gqa.verification.tiny_random import check_tiny_random
 
 HEAD = {"v_head.summary.weight": torch.ones(1, 32), "v_head.summary.bias": torch.zeros(1)}
 
@@ -262,7 +263,7 @@ def test_uptraining_keeps_the_digests_that_still_hold(source: Path, tmp_path: Pa
 def test_a_small_model_that_is_not_small_is_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
     config = {**pico_llama().config.to_dict(), "num_key_value_heads": 2}
     assert check_tiny_random(config).ok
-    monkeypatch.setattr("mha2gqa.verification.tiny_random.LARGEST", 1000)
+    monkeypatch.setattr("mha2gqa.verification.tiny_model.LARGEST", 1000)
     found = check_tiny_random(config)
     assert found.ok is None and "million parameters" in found.detail
 
@@ -326,6 +327,6 @@ def test_what_is_wrong_with_a_config_is_met_before_anything_large_is_made() -> N
         raise error
 
     with pytest.raises(KeyError):
-        _parameters(lambda: fails(KeyError("4")))
-    assert _parameters(lambda: fails(RuntimeError("a value of a meta tensor"))) == 0
-    assert _parameters(lambda: torch.nn.Linear(3, 4)) == 16
+        count_parameters(lambda: fails(KeyError("4")))
+    assert count_parameters(lambda: fails(RuntimeError("a value of a meta tensor"))) == 0
+    assert count_parameters(lambda: torch.nn.Linear(3, 4)) == 16

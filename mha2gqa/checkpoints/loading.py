@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from ..errors import CheckpointError, UsageError, listed, reason
+from ..errors import CheckpointError, UsageError, first_line, listed, reason
 from ..modeling import refuse_encoder, register
 from .dtypes import OPTION_NAMES, named_dtype, torch_dtype
 from .folder import check_model_folder, find_weights
@@ -42,7 +42,7 @@ def resolve_device(device: str | torch.device = "auto") -> torch.device:
         torch.empty(0, device=found)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise UsageError(
-            f"no such device here ({str(error).splitlines()[0]})",
+            f"no such device here ({first_line(error)})",
             where=f"--device {device}",
             fix="try auto or cpu",
         ) from error

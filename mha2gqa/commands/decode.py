@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.attention import sdpa_kernel
 from transformers import AttentionInterface
 
+from ..errors import first_line
 from ..kv_cache import kv_layers
 from ..uptraining.model_prep import compile_layers, repeated_layers, undo_compile
 from .fixed_cache import BACKENDS, NAME, FixedCache, Kernel, LayerCache, NotServed, attend, fastest
@@ -149,7 +150,7 @@ class FixedStep:
             self.step()
         except Exception as error:  # torch.compile raises many kinds; the step runs otherwise, and says so
             name = "layers" if variant == Variant(True) else f"{variant}:"
-            self.warnings.append(f"{name} not compiled: {_first_line(error)}")
+            self.warnings.append(f"{name} not compiled: {first_line(error)}")
             self._undo()
             return False
         return True
@@ -228,7 +229,7 @@ class FixedStep:
                 self.step()
         except RuntimeError as error:
             wait(self.device)
-            self.warnings.append(f"no CUDA graph: {_first_line(error)}")
+            self.warnings.append(f"no CUDA graph: {first_line(error)}")
             return
         self.replay, self.graph = graph.replay, graph
 
@@ -254,10 +255,6 @@ def _with_own_part(cache: FixedCache, part: LayerCache) -> Callable[..., Any]:
         return args, {name: part if x is cache else x for name, x in kwargs.items()}
 
     return hook
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 @contextmanager
@@ -303,7 +300,7 @@ def fixed_step(
             step.prepare()
             seconds = step.measure(steps)
         except (TypeError, AttributeError, ValueError) as error:  # a class with a cache protocol of its own
-            raise NotServed(_first_line(error)) from error
+            raise NotServed(first_line(error)) from error
     how = ["fixed cache, no mask"]
     how += [str(step.variant)] if step.variant.compiled else []
     how += ["CUDA graph"] if step.graphed else []

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from ..assets import heldout_path
 from ..checkpoints.loading import load_tokenizer
-from ..verification.tiny_random import Check
+from ..errors import first_line
+from ..results import Check
 
 LINES = 100
 
@@ -91,5 +92,5 @@ def check_onnx(folder: Path, source: Path, lines: list[str]) -> Check:
     try:
         tokenizer = engine.Tokenizer(engine.Model(str(folder)))
     except Exception as error:  # their bindings raise what they like; without it text cannot be served
-        return Check("tokenizer", False, f"onnxruntime-genai cannot load it: {str(error).splitlines()[0]}")
+        return Check("tokenizer", False, f"onnxruntime-genai cannot load it: {first_line(error)}")
     return compare(source, lines, lambda line: list(map(int, tokenizer.encode(line))))

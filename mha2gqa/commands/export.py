@@ -18,8 +18,7 @@ from ..checkpoints.output import check_output, publish
 from ..checkpoints.reader import MANIFEST
 from ..errors import CheckpointError, UnsupportedModelError, UsageError
 from ..modeling import PREFIX
-from ..results import Result
-from ..verification.tiny_random import Check
+from ..results import Check, Result
 from .engine_converters import llama_cpp_sources, require_converter, to_ct2, to_gguf, to_onnx
 from .engine_tokenizers import check_ct2, check_gguf, check_onnx, sample_lines
 

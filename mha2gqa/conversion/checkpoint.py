@@ -36,10 +36,10 @@ from ..data import paths_or_source
 from ..errors import CheckpointError, UnsupportedModelError
 from ..progress import Callback, Progress, current, reporting
 from ..report import write_card
-from ..results import Result
+from ..results import Check, Result
 from ..verification.checks import failed, verify_folder
 from ..verification.preflight import check_early, demand, settled, unchecked
-from ..verification.tiny_random import EQUIVALENCE, Check, check_arch_conversion
+from ..verification.tiny_random import EQUIVALENCE, check_arch_conversion
 from . import Calibrated, CalibrationOptions, Stage, calibrate, convert_model
 from .in_memory import convert_state_dict
 from .plan import Groupings, Plan, plan_conversion

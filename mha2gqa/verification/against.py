@@ -17,7 +17,8 @@ from ..checkpoints.manifest import DIGESTS
 from ..checkpoints.reader import MANIFEST, Checkpoint
 from ..errors import CheckpointError, listed, quoted
 from ..merging import MERGERS, MergeContext
-from .tiny_random import Check, check_arch_conversion
+from ..results import Check
+from .tiny_random import check_arch_conversion
 
 NAME = "against source"
 RECOMPUTED = ("mean", "first")  # methods that need no text

@@ -12,13 +12,13 @@ from ..architectures.explain import refuse_latent
 from ..checkpoints.reader import Checkpoint, open_checkpoint
 from ..errors import Mha2gqaError
 from ..modeling import exported_class, find_export, modeling_file
-from ..results import Result
+from ..results import Check, Result
 from .against import check_against
 from .as_written import NAME as AS_WRITTEN
 from .as_written import check_as_written
 from .loads import check_loads
 from .preflight import unchecked
-from .tiny_random import Check, check_tiny_random
+from .tiny_random import check_tiny_random
 
 
 @dataclass

@@ -14,8 +14,9 @@ from ..checkpoints.dtypes import stored_nbytes
 from ..checkpoints.ignored_keys import without_ignored
 from ..checkpoints.loading import quiet
 from ..checkpoints.reader import SINGLE
-from ..errors import listed, quoted, reason
-from .tiny_random import Check, model_class, neutral, of_own_code
+from ..errors import first_line, listed, quoted, reason
+from ..results import Check
+from .tiny_model import model_class, neutral, of_own_code
 
 NAME = "loads"
 Tensors = Mapping[str, Sequence[Any]]  # name -> (safetensors dtype, shape)
@@ -36,7 +37,7 @@ def check_loads(folder: Path, config: Mapping[str, Any]) -> Check:
     try:
         info = _loading_info(cls, folder, config)
     except ImportError as error:  # a vision tower that needs a package of its own
-        return Check(NAME, None, f"not checked: {str(error).strip().splitlines()[0]}")
+        return Check(NAME, None, f"not checked: {first_line(error)}")
     except Exception as error:  # whatever the class raises, it is this folder that it refuses
         return Check(NAME, False, f"{cls.__name__}: {reason(error)}")
     wrong = _wrong(info)

@@ -8,9 +8,11 @@ from functools import lru_cache
 from typing import Any
 
 from ..errors import CheckpointError, UnsupportedModelError
+from ..results import Check
 from . import loads
 from .loads import Tensors, check_hollow
-from .tiny_random import EQUIVALENCE, NO_TINY_MODEL, Check, check_tiny_random
+from .tiny_model import NO_TINY_MODEL
+from .tiny_random import EQUIVALENCE, check_tiny_random
 
 
 def check_early(config: Mapping[str, Any], source: Mapping[str, Any], tensors: Tensors) -> list[Check]:

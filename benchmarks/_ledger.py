@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from _loss_tables import label
-from _quality_cells import Cell, rates_of
+from _quality_cells import Cell
+from _quality_rates import rates_of
 
 # What a fit of `_quality_cells.FITS` is called, as a variant of `quality.py`.
 VARIANTS = {

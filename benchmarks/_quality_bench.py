@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from _common import write_json
 from _quality_cache import round_cache
-from _quality_cells import CE_WEIGHT, FITS, Cell, rates_of, start_name, trained_name
+from _quality_cells import CE_WEIGHT, FITS, Cell, start_name, trained_name
 from _quality_parts import Parts, split_parts
+from _quality_rates import rates_of
 from _quality_rows import Shape, convert_flops, model_shape, uptrain_flops
 from _quality_schedule import Scratch
 from _quality_scores import scores

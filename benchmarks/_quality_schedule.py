@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from _quality_cells import Cell, Entries, rates_of, rates_pending, start_name, superseded, trained_name
+from _quality_cells import Cell, start_name, trained_name
 from _quality_ledger import Ledger
+from _quality_rates import Entries, rates_of, rates_pending, superseded
 
 MARGIN = 1.15  # of the longest that was measured
 TOGETHER = 3  # processes on one H200 for which the guesses of `Cell.estimates` hold

@@ -28,8 +28,9 @@ from typing import Any
 import transformers
 from _common import gpu_names, hardware
 from _quality_bench import Bench
-from _quality_cells import E2E_TOKENS, Cell, planned, rates_pending
+from _quality_cells import E2E_TOKENS, Cell, planned
 from _quality_ledger import Ledger
+from _quality_rates import rates_pending
 from _quality_schedule import Scratch, next_cell
 
 from mha2gqa.checkpoints.loading import load_config_json

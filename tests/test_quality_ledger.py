@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import _quality_bench
 import _quality_cells as cells
+import _quality_rates
 import quality_floor
 import quality_ledger
 from _quality_cache import round_cache, rounded
@@ -106,10 +107,12 @@ def test_a_rate_is_the_best_of_the_same_start_at_the_nearest_number_of_groups() 
     rows = [tried("joint", 4, 1e-3, 3.2), tried("joint", 4, 2e-3, 3.1), tried("mean", 4, 4e-3, 3.0)]
     rows += [tried("joint", 1, 5e-4, 3.9), tried("joint", 1, 1e-3, 4.0)]
     entries = {row["key"]: row for row in rows}
-    assert cells.chosen_rate(cells.Cell("joint", 8, "fits"), "kd", entries) == 2e-3
-    assert cells.chosen_rate(cells.Cell("joint", 1, "fits"), "kd", entries) == 5e-4
-    assert cells.chosen_rate(cells.Cell("mean", 2, "fits"), "kd", entries) == 4e-3
-    assert cells.chosen_rate(cells.Cell("align", 2, "fits"), "kd", entries) == cells.DEFAULT_RATES["kd"]
+    assert _quality_rates.chosen_rate(cells.Cell("joint", 8, "fits"), "kd", entries) == 2e-3
+    assert _quality_rates.chosen_rate(cells.Cell("joint", 1, "fits"), "kd", entries) == 5e-4
+    assert _quality_rates.chosen_rate(cells.Cell("mean", 2, "fits"), "kd", entries) == 4e-3
+    assert (
+        _quality_rates.chosen_rate(cells.Cell("align", 2, "fits"), "kd", entries) == cells.DEFAULT_RATES["kd"]
+    )
 
 
 def test_another_way_to_fit_has_a_rate_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,10 +126,10 @@ def test_another_way_to_fit_has_a_rate_of_its_own(monkeypatch: pytest.MonkeyPatc
     plain = next(c for c in plan if c.fit == "fits" and c.tunes == "fit")
     entries = {c.key: entry(c, loss=loss) for c, loss in ((tried[2], 2.0), (plain, 3.0))}
     for fit, rate in (("other", tried[2].rate), ("fits", plain.rate), ("e2e", plain.rate)):
-        assert cells.chosen_rate(cells.Cell("joint", 2, fit), "fit", entries) == rate
+        assert _quality_rates.chosen_rate(cells.Cell("joint", 2, fit), "fit", entries) == rate
     other = cells.Cell("joint", 2, "other")
-    assert cells.rates_pending(other, [], {plain.key: entries[plain.key]}, set(), plan)
-    assert not cells.rates_pending(other, [], entries, set(), plan)
+    assert _quality_rates.rates_pending(other, [], {plain.key: entries[plain.key]}, set(), plan)
+    assert not _quality_rates.rates_pending(other, [], entries, set(), plan)
 
 
 def test_steps_of_another_size_take_the_rate_that_was_tuned_for_them(tmp_path: Path) -> None:
@@ -135,13 +138,13 @@ def test_steps_of_another_size_take_the_rate_that_was_tuned_for_them(tmp_path: P
     rows = [entry(tried, loss=2.9), entry(replace(tried, batch=0, rate=5e-4), loss=3.0)]
     entries = {row["key"]: row for row in rows}
     assert tried.key == "joint/G4/fits/kd-9e-06M/steps-of-8192/kd-rate-0.00025/seed0"
-    assert cells.chosen_rate(taught, "kd", entries) == 5e-4
+    assert _quality_rates.chosen_rate(taught, "kd", entries) == 5e-4
     small = replace(taught, batch=8192)
-    assert cells.chosen_rate(small, "kd", entries) == 2.5e-4
-    assert cells.chosen_rate(replace(small, wide=2), "kd", entries) == 2.5e-4
+    assert _quality_rates.chosen_rate(small, "kd", entries) == 2.5e-4
+    assert _quality_rates.chosen_rate(replace(small, wide=2), "kd", entries) == 2.5e-4
     plan = [tried, replace(tried, batch=0, rate=5e-4), taught, small]
-    assert cells.rates_pending(small, [], {rows[1]["key"]: rows[1]}, set(), plan)
-    assert not cells.rates_pending(taught, [], {rows[1]["key"]: rows[1]}, set(), plan)
+    assert _quality_rates.rates_pending(small, [], {rows[1]["key"]: rows[1]}, set(), plan)
+    assert not _quality_rates.rates_pending(taught, [], {rows[1]["key"]: rows[1]}, set(), plan)
     assert cells.trained_name(small, {"kd": 1.0}) != cells.trained_name(taught, {"kd": 1.0})
 
 
@@ -176,7 +179,7 @@ def test_rows_with_one_conversion_or_one_uptraining_wait_for_it(tmp_path: Path) 
     row = cells.Cell("joint", 8, "fits", objective="kd", tokens=9)
     rounded, other = replace(row, cache="int8"), replace(row, seed=1)
     plan = [row, replace(row, objective="", tokens=0), rounded, other]
-    rates = cells.rates_of(row, {})
+    rates = _quality_rates.rates_of(row, {})
     assert next_of(ledger, plan) == row and ledger.claim(row.key)
     assert next_of(ledger, plan) == other and ledger.claim(other.key)
     assert next_of(ledger, plan) is None
@@ -204,11 +207,11 @@ def test_a_row_at_a_rate_that_tuning_has_left_is_measured_again(tmp_path: Path) 
     ledger = Ledger(tmp_path / "l.jsonl", tmp_path / "claims")
     ledger.add(entry(tried[0]))
     ledger.add(entry(row, rates={"fit": 3e-3, "kd": 1e-3}))
-    assert cells.superseded(ledger.entries()) == set() and next_of(ledger, [row]) is None
+    assert _quality_rates.superseded(ledger.entries()) == set() and next_of(ledger, [row]) is None
     ledger.add(entry(tried[1], loss=2.9))
-    assert cells.superseded(ledger.entries()) == {row.key} and next_of(ledger, [row]) == row
+    assert _quality_rates.superseded(ledger.entries()) == {row.key} and next_of(ledger, [row]) == row
     ledger.add(entry(row, rates={"fit": 3e-3, "kd": 5e-4}))
-    assert cells.superseded(ledger.entries()) == set() and next_of(ledger, [row]) is None
+    assert _quality_rates.superseded(ledger.entries()) == set() and next_of(ledger, [row]) is None
 
 
 def test_rates_and_flops_of_earlier_code_are_known_and_its_rows_are_not(tmp_path: Path) -> None:
@@ -407,9 +410,11 @@ def test_wide_heads_take_the_rate_that_was_tuned_for_wide_heads() -> None:
     plain = [tried(1, 3e-3, 3.1), tried(1, 6e-3, 3.2)]
     wide = [tried(2, 3e-3, 3.0), tried(2, 6e-3, 2.9)]
     cell = cells.Cell("joint", 2, "fits", wide=4)
-    assert cells.chosen_rate(cell, "fit", {e["key"]: e for e in plain}) == 3e-3
-    assert cells.chosen_rate(cell, "fit", {e["key"]: e for e in plain + wide}) == 6e-3
-    assert cells.chosen_rate(replace(cell, wide=1), "fit", {e["key"]: e for e in plain + wide}) == 3e-3
+    assert _quality_rates.chosen_rate(cell, "fit", {e["key"]: e for e in plain}) == 3e-3
+    assert _quality_rates.chosen_rate(cell, "fit", {e["key"]: e for e in plain + wide}) == 6e-3
+    assert (
+        _quality_rates.chosen_rate(replace(cell, wide=1), "fit", {e["key"]: e for e in plain + wide}) == 3e-3
+    )
 
 
 @torch.no_grad()

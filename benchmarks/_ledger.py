@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from _loss_tables import label
-from _quality_cells import Cell
+from _quality_cells import OVER, Cell
 from _quality_rates import rates_of
 
 # What a fit of `_quality_cells.FITS` is called, as a variant of `quality.py`.
@@ -95,6 +95,8 @@ def _row(entry: dict[str, Any], entries: dict[str, dict[str, Any]]) -> dict[str,
     }
     if entry.get("tokens"):
         row["tokens"] = entry["tokens"]
+    if entry.get("over"):
+        row["over"] = OVER[entry["over"]][1]
     if entry.get("batch"):
         row["step_tokens"] = entry["batch"]
     if entry.get("at_rate"):

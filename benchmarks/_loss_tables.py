@@ -27,6 +27,8 @@ def label(row: Mapping[str, Any]) -> str:
         name += f" → {OBJECTIVES.get(objective, objective)}"
     if "tokens" in row:
         name += f", {row['tokens'] / 1e6:.3g}M tokens"
+    if "over" in row:
+        name += f" {row['over']}"
     if "step_tokens" in row:
         name += f" in steps of {row['step_tokens']:,}"
     if "as_much_as" in row:

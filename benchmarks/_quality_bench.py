@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from _common import write_json
 from _quality_cache import round_cache
-from _quality_cells import CE_WEIGHT, FITS, Cell, start_name, trained_name
+from _quality_cells import CE_WEIGHT, FITS, OVER, Cell, start_name, trained_name
 from _quality_parts import Parts, split_parts
 from _quality_rates import rates_of
 from _quality_rows import Shape, convert_flops, model_shape, uptrain_flops
@@ -90,6 +90,16 @@ class Bench:
                 device=str(self.device),
             )
         return str(path), facts
+
+    def uptraining_text(self, cell: Cell) -> str:
+        """What a cell's uptraining reads: the part for it, or the tokens that it passes over several times."""
+        if not cell.over:
+            return self.parts.path("uptraining")
+        tokens = self.args.calibration_tokens
+        if cell.over != "calibration":
+            tokens = self.args.e2e_tokens - tokens
+        with locked(self.args.work / "parts.lock"):
+            return self.parts.first(OVER[cell.over][0], tokens, self.tokenizer)
 
     # --- conversion ---------------------------------------------------------------------------------
 
@@ -211,12 +221,13 @@ class Bench:
             if not cost_file.exists():
                 write_json(cost_file, self._uptrain(cell, folder, out, tokens, rates[cell.objective]))
         budget = json.loads(cost_file.read_text())
+        read = (cost["unique_tokens"], budget["unique_tokens"])
         return {
             **cost,
             **self.score(out, cell.part, cell.cache),
             "uptrained_tokens": budget["tokens"],
             "steps": budget["steps"],
-            "unique_tokens": cost["unique_tokens"] + budget["unique_tokens"],
+            "unique_tokens": max(read) if cell.over == "calibration" else sum(read),
             "token_visits": cost["token_visits"] + budget["tokens"],
             "flops": cost["flops"] + uptrain_flops(student, teacher, budget["tokens"], window),
             "seconds": round(cost["seconds"] + budget["seconds"], 1),
@@ -228,7 +239,7 @@ class Bench:
         made = uptrain(
             str(folder),
             str(out),
-            [self.parts.path("uptraining")],
+            [self.uptraining_text(cell)],
             tokens=tokens,
             teacher="none" if cell.objective == "ce" else str(self.args.model),
             ce_weight=CE_WEIGHT if cell.objective == "mix" else 0.0,

@@ -21,6 +21,14 @@ FITS: dict[str, tuple[bool, bool, dict[str, Any]]] = {
     "e2e": (True, True, {}),  # then all layers together, over more text: see `E2E_TOKENS`
 }
 E2E_TOKENS = 4_194_304
+CALIBRATION_TOKENS = 524_288
+REST_TOKENS = E2E_TOKENS - CALIBRATION_TOKENS  # for uptraining, where fits and uptraining share `E2E_TOKENS`
+PASSES = 3  # over the rest
+# Text that an uptraining passes over several times, its part and its name: the tokens of the fits once more, or the rest.
+OVER = {
+    "calibration": ("calibration", "of the text of the fits"),
+    "4.2M": ("uptraining", f"in {PASSES} passes"),
+}
 # They share one rate; the others are ways to fit of their own.
 PLAIN_FITS = ("merged", "refit", "fits", "fits100", "fits300", "e2e")
 # Ways that were behind `layer03` on the tuning part: no rows of the table.
@@ -39,7 +47,7 @@ DEFAULT_RATES = {"fit": 3e-3, "e2e": 1e-3, "kd": 1e-3, "mix": 5e-4, "ce": 2.5e-4
 CE_WEIGHT = 0.5  # of the next token's loss in `mix`
 # Tokens per step of uptraining that are tried beside the product's own, and their rates: as the root of the step.
 STEP_TOKENS = 8_192
-STEP_RATES = {"kd": (2.5e-4, 5e-4), "mix": (1.25e-4, 2.5e-4, 5e-4)}
+STEP_RATES = {"kd": (1.25e-4, 2.5e-4, 5e-4), "mix": (1.25e-4, 2.5e-4, 5e-4)}
 
 
 @dataclass(frozen=True)
@@ -61,6 +69,7 @@ class Cell:
         wide: R of wide heads, which hold the cache of `groups`; 1 for plain ones.
         cache: `int8` where keys and values are rounded to 8 bits when it is scored; empty for none.
         batch: Tokens per step of the uptraining; 0 for the product's own choice.
+        over: A key of `OVER`: what the uptraining reads several times; empty for as much text as it needs.
     """
 
     start: str
@@ -77,6 +86,7 @@ class Cell:
     wide: int = 1
     cache: str = ""
     batch: int = 0
+    over: str = ""
 
     @property
     def key(self) -> str:
@@ -85,6 +95,7 @@ class Cell:
         words += [self.text] if self.text != "calibration" else []
         words += [f"{self.objective}-{self.tokens / 1e6:.3g}M"] if self.tokens else []
         words += [f"{self.objective}-as[{self.equal_to}]"] if self.equal_to else []
+        words += [f"over-{self.over}"] if self.over else []
         words += [f"steps-of-{self.batch}"] if self.batch else []
         words += [f"{self.tunes}-rate-{self.rate:g}"] if self.tunes else []
         words += [f"{self.cache}-cache"] if self.cache else []
@@ -169,6 +180,22 @@ def text_tuning(g: int, wide: Sequence[int], tokens: int) -> list[Cell]:
     return [*mixed, *(replace(cell, wide=r) for r in wide for cell in mixed), *alone]
 
 
+def few_unique(groups: Sequence[int], tokens: int, rest: int) -> list[Cell]:
+    """Fits and uptraining on `E2E_TOKENS` in all, seen once or several times; and on the text of the fits alone.
+
+    Args:
+        groups: G to reach.
+        tokens: To uptrain on the text of the fits.
+        rest: Tokens that the fits leave of `E2E_TOKENS`.
+    """
+    cells = []
+    for g in groups:
+        once = [replace(row(g, rest), batch=STEP_TOKENS) for row in (_taught, _mixed)]
+        again = replace(_taught(g, PASSES * rest), over="4.2M")
+        cells += [*once, again, replace(_taught(g, tokens), over="calibration")]
+    return cells
+
+
 def other_fits(groups: Sequence[int], tokens: int, seeds: Sequence[int]) -> list[Cell]:
     """Ways to fit beside the plain one: rates at the first G, then fits, distillation and the mixture at each."""
     cells = []
@@ -203,6 +230,7 @@ def planned(
     seeds: Sequence[int],
     bold: Sequence[int] = (4, 2),
     wide: Sequence[int] = (),
+    rest: int = REST_TOKENS,
 ) -> list[Cell]:
     """Every cell, most wanted first.
 
@@ -212,7 +240,8 @@ def planned(
         alphas: Uptraining tokens of the small and of the large budget.
         seeds: Of the bold cells; the others get the first.
         bold: G of the bold cells, and G of the bold cell of the large budget.
-        wide: R of wide heads to measure beside the plain ones (see `wide_cells`).
+        wide: R of wide heads to measure beside the plain ones (see `same_bytes`).
+        rest: Tokens to uptrain where fits and uptraining share `E2E_TOKENS`.
     """
     small, large = alphas
     g, g_large = bold
@@ -240,10 +269,13 @@ def planned(
             cells += equal_to_wide(num_kv_heads, bold, wide[:1], small)
     for r in wide[1:]:
         for rows in (same_bytes, on_text):
-            cells += [c for c in rows(num_kv_heads, bold, [r], small, seeds[0]) if c.wide == r]
+            for seed in seeds[:2]:
+                cells += [c for c in rows(num_kv_heads, bold, [r], small, seed) if c.wide == r]
+    cells += equal_to_wide(num_kv_heads, bold, wide[1:], small)
     taught = [row(n, small) for n in dict.fromkeys((*bold, *groups)) for row in (_taught, _mixed)]
     taught += [replace(c, wide=r) for c in taught for r in wide[:1] if c.groups in bold and c.groups % r == 0]
     cells += [replace(c, batch=STEP_TOKENS) for c in taught]
+    cells += few_unique(list(dict.fromkeys((*bold, *groups))), small, rest)
     cells += other_fits(list(dict.fromkeys((*bold, *groups))), small, seeds)
     cells += _rest(num_kv_heads, groups, wide, alphas, seeds, bold)
     return list({cell.key: cell for cell in cells}.values())
@@ -277,7 +309,8 @@ def _rest(
             for fit in ("refit", "fits100", "fits300")
         ]
         cells += [Cell("mean", n, "merged", objective="ce", tokens=small)]
-    cells += [replace(c, wide=r) for n in bold for r in wide if n % r == 0 for c in (_taught(n, large),)]
+    large_rows = [row(n, large) for n in bold for row in (_taught, _mixed)]
+    cells += [replace(c, wide=r) for r in wide for c in large_rows if c.groups % r == 0]
     cells += [
         Cell("joint", n, fit, wide=r) for n in bold for r in wide if n % r == 0 for fit in ("merged", "refit")
     ]

@@ -52,7 +52,7 @@ def lines(rows: Rows, num_kv_heads: int) -> list[Line]:
         (cell, point)
         for cell, point in drawn
         if cell.text == "calibration"
-        and not cell.batch
+        and not (cell.batch or cell.over)
         and (cell.fit == "fits" or (cell.start == "mean" and cell.objective))
     ]
     found = []

@@ -10,6 +10,7 @@ from typing import Any
 from _markdown import markdown
 from _quality_cells import STEP_TOKENS, Cell
 from _quality_frontier import NOT_RUN, Rows, at_any_rate, by_configuration, key_of, on_the_same_seeds
+from _quality_summaries import bars_in_short, few_tokens, floors, no_user_data, wider
 
 # What the fits train, by their names in `_quality_cells.FITS`; the first is the default, the second stands for whole layers.
 TRAINED = {
@@ -109,4 +110,9 @@ def _rates(tuning: Sequence[Mapping[str, Any]], kind: str) -> str:
 FINDINGS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "what-fits-train": what_fits_train,
     "small-steps": small_steps,
+    "bars-in-short": bars_in_short,
+    "few-tokens": few_tokens,
+    "floors": floors,
+    "no-user-data": no_user_data,
+    "wider": wider,
 }

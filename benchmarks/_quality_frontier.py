@@ -11,7 +11,7 @@ from typing import Any
 
 import _ledger
 from _markdown import markdown, measured_on
-from _quality_cells import PLAIN_FITS, Cell
+from _quality_cells import OVER, PLAIN_FITS, Cell
 
 RESULTS = Path(__file__).parent / "results"
 NOT_RUN = "not run"
@@ -184,7 +184,7 @@ def _wide_or_8_bits(rows: Rows, num_kv_heads: int, wide: Sequence[int]) -> list[
                     f"{stage}, at the bytes of GQA-{groups}, wide heads R={r} take away {share:.0%} of the plain gap for "
                     f"{wider[0]['flops'] / flops[0]:.2f} times the FLOPs"
                 )
-        sentences += _as_many_flops(rows, groups)
+        sentences += [text for r in wide for text in _as_many_flops(rows, groups, r)]
     return sentences
 
 
@@ -224,22 +224,33 @@ def _over_seeds(rows: Rows) -> list[str]:
 
 
 def _taught(row: Mapping[str, Any]) -> bool:
-    return row.get("objective") in OBJECTIVES and row["start"] == "joint" and bool(row.get("tokens"))
+    """Whether a row has a column of the first table: distilled or mixed in the product's own steps, on fresh text."""
+    plain = row.get("objective") in OBJECTIVES and row["start"] == "joint" and bool(row.get("tokens"))
+    return plain and not (row.get("batch") or row.get("over"))
 
 
-def _as_many_flops(rows: Rows, groups: int) -> list[str]:
-    """Plain heads that were distilled for the FLOPs of wide ones; nothing where that was not run."""
+def _as_many_flops(rows: Rows, groups: int, r: int) -> list[str]:
+    """Plain heads, and twice as many in 8 bits, that were distilled for the FLOPs of wide ones; nothing of those not run."""
     plain = Cell("joint", groups, "fits", objective="kd")
-    wide = replace(plain, tokens=2_713_000, wide=2)
-    keys = [key_of(replace(plain, equal_to=wide.key)), key_of(wide)]
-    if not set(keys) <= rows.keys():
-        return []
-    more, same = on_the_same_seeds(rows, *keys)
-    gap, ours = _gap_of(more), _gap_of(same)
-    return [
-        f"after as many FLOPs as wide heads R=2 took for 2.71M tokens, {more[0]['unique_tokens'] / same[0]['unique_tokens']:.1f} "
-        f"times their unique tokens, GQA-{groups} is at {gap:+.4f}; wide heads ({ours:+.4f}) take away {1 - ours / gap:.0%} of it"
-    ]
+    wide, sentences = replace(plain, tokens=2_713_000, wide=r), []
+    as_much = replace(plain, equal_to=wide.key)
+    for other in (as_much, replace(as_much, groups=2 * groups, cache="int8")):
+        keys = [key_of(other), key_of(wide)]
+        if not set(keys) <= rows.keys():
+            continue
+        more, same = on_the_same_seeds(rows, *keys)
+        gap, ours = _gap_of(more), _gap_of(same)
+        ends = (
+            f"take away {1 - ours / gap:.0%} of it"
+            if 0 < ours < gap
+            else "are " + ("ahead" if ours < gap else "behind")
+        )
+        sentences.append(
+            f"after as many FLOPs as wide heads R={r} at the bytes of GQA-{groups} took for 2.71M tokens, "
+            f"{more[0]['unique_tokens'] / same[0]['unique_tokens']:.1f} times their unique tokens, {form_name(other)} is at "
+            f"{gap:+.4f}; wide heads ({ours:+.4f}) {ends}"
+        )
+    return sentences
 
 
 def sizes(record: Mapping[str, Any]) -> str:
@@ -434,6 +445,7 @@ def row_name(cell: Cell) -> str:
         name += f", {cell.fit}"
     if cell.tokens:
         name += f", {OBJECTIVES.get(cell.objective, 'text')} {cell.tokens / 1e6:.3g}M tokens"
+        name += f" {OVER[cell.over][1]}" if cell.over else ""
     return f"{name} in steps of {cell.batch:,}" if cell.batch else name
 
 
@@ -458,12 +470,29 @@ def probes(record: Mapping[str, Any]) -> str:
     )
     names = list(dict.fromkeys(name for row in counted for name in row["results"]))
     if not names:
-        return text
+        return f"{text}\n\nOnly the original has answered: no conversion was asked."
     table = [[name, *(_lost(row["results"].get(name)) for row in counted)] for name in names]
     return (
         f"{text}\n\nShare of right answers beside the original's, question by question; bold where it is three standard "
-        "errors or more below.\n\n" + markdown(["", *map(_probe_name, counted)], table)
+        "errors or more below.\n\n"
+        + markdown(["", *map(_probe_name, counted)], table)
+        + _listed(_losers(counted, names))
     )
+
+
+def _losers(counted: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[str]:
+    """On how many probes each result is below the original by three standard errors, and that the others are not."""
+    low = {name: sum(_is_below(row["results"].get(name)) for row in counted) for name in names}
+    least = {name: count for name, count in low.items() if count}
+    if not least:
+        return [
+            f"none of the {len(names)} results is below the original by three standard errors on any probe"
+        ]
+    said = ", ".join(f"{name} on {count}" for name, count in least.items())
+    return [
+        f"{len(names) - len(least)} of {len(names)} results are below the original by three standard errors on none of "
+        f"{len(counted)} probes; below it are {said}"
+    ]
 
 
 def _probe_name(row: Mapping[str, Any]) -> str:
@@ -474,8 +503,13 @@ def _lost(result: Mapping[str, float] | None) -> str:
     """`-1.5% ± 0.8%`, in bold where that is more than chance."""
     if result is None:
         return NOT_RUN
-    mark = "**" if result["lost"] >= 3 * result["standard_error"] > 0 else ""
+    mark = "**" if _is_below(result) else ""
     return f"{mark}{0 - result['lost']:+.1%} ± {result['standard_error']:.1%}{mark}"
+
+
+def _is_below(result: Mapping[str, float] | None) -> bool:
+    """Whether a result is below the original by three standard errors."""
+    return result is not None and result["lost"] >= 3 * result["standard_error"] > 0
 
 
 def wide_references(record: Mapping[str, Any]) -> str:

@@ -30,6 +30,25 @@ class Parts:
         """The file of a part."""
         return str(self.folder / f"{name}.jsonl")
 
+    def first(self, name: str, tokens: int, tokenizer: Any) -> str:
+        """A file with the first documents of a part, up to so many tokens; made once for a folder.
+
+        Args:
+            name: The part.
+            tokens: Of the documents together, at most.
+            tokenizer: Counts them.
+        """
+        path = self.folder / f"{name}-{tokens}.jsonl"
+        if not path.exists():
+            documents, kept, count = list(read_documents([self.path(name)])), list[str](), 0
+            for text, ids in zip(documents, encode_documents(tokenizer, documents), strict=True):
+                count += len(ids)
+                if count > tokens:
+                    break
+                kept.append(text)
+            _write(path, kept)
+        return str(path)
+
 
 def split_parts(
     text: Sequence[str], tokenizer: Any, folder: Path, tokens: tuple[int, int] = (600_000, 600_000)

@@ -28,7 +28,7 @@ from typing import Any
 import transformers
 from _common import gpu_names, hardware
 from _quality_bench import Bench
-from _quality_cells import E2E_TOKENS, Cell, planned
+from _quality_cells import CALIBRATION_TOKENS, E2E_TOKENS, Cell, planned
 from _quality_ledger import Ledger
 from _quality_rates import rates_pending
 from _quality_schedule import Scratch, next_cell
@@ -49,7 +49,8 @@ def cells_of(args: argparse.Namespace) -> tuple[list[Cell], list[Cell]]:
     """The cells that are wanted, those of the first expression first, and all of the plan."""
     config = load_config_json(args.model)
     heads = config.get("num_key_value_heads") or config["num_attention_heads"]
-    cells = planned(heads, args.groups, tuple(args.tokens), args.seeds, tuple(args.bold), args.wide)
+    rest = args.e2e_tokens - args.calibration_tokens
+    cells = planned(heads, args.groups, tuple(args.tokens), args.seeds, tuple(args.bold), args.wide, rest)
     wanted = {cell.key: cell for word in args.only for cell in cells if re.search(word, cell.key)}
     return list(wanted.values()), cells
 
@@ -179,7 +180,7 @@ def parse_args(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of the bold cells")
     add("--tokens", type=int, nargs=2, default=[2_713_000, 13_565_000], help="small and large uptraining")
     add("--part-tokens", type=int, nargs=2, default=[600_000, 600_000], help="for calibration, for tuning")
-    add("--calibration-tokens", type=int, default=524_288)
+    add("--calibration-tokens", type=int, default=CALIBRATION_TOKENS)
     add("--e2e-tokens", type=int, default=E2E_TOKENS)
     add("--fit-steps", type=int, help="of the regression, instead of the fit's own (a try)")
     add("--eval-blocks", type=int, help="score only the first blocks (a try)")

@@ -12,11 +12,12 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
+import _loss_tables as loss_tables
 import _quality_findings as findings
 import _quality_frontier as frontier
 import tables
 from _ledger import record
-from _quality_cells import Cell, planned
+from _quality_cells import REST_TOKENS, Cell, planned
 from _quality_chart import GROUPS, chart
 
 PLAN = planned(16, [4, 2, 8, 1], (2_713_000, 13_565_000), [0, 1, 2], wide=[2, 4])
@@ -33,7 +34,7 @@ def entry(cell: Cell, loss: float, **more: Any) -> dict[str, Any]:
     }
     row |= {"model": "m", "window": 32, "blocks": 10, "gpu": "GPU", "wall_seconds": 3.0}
     row["loss_by_position"] = {"0-16": loss, "16-32": loss / 2}
-    rates = dict.fromkeys(cell.kinds, RATES[cell.start])
+    rates = dict.fromkeys(cell.kinds, RATES.get(cell.start))
     return row | {"rates": rates} | more
 
 
@@ -171,6 +172,48 @@ def test_what_the_fits_train_and_small_steps_are_said_in_figures(tmp_path: Path)
     assert "- Tuning part, distilled, steps of 8,192 at 0.0005: 0.7000; the best of larger steps" in text
 
 
+def test_what_few_tokens_give_is_said_for_every_way(tmp_path: Path) -> None:
+    once = replace(TAUGHT, tokens=REST_TOKENS, batch=8192)
+    passes = replace(TAUGHT, tokens=3 * REST_TOKENS, over="4.2M")
+    rows = [entry(PLAIN, 3.05), entry(TAUGHT, 3.02), entry(once, 3.02, flops=4e15), entry(passes, 3.01)]
+    rows += [
+        entry(replace(TAUGHT, over="calibration"), 3.04),
+        entry(Cell("joint", 4, "e2e"), 3.03, rates={"fit": 5e-4, "e2e": 1e-3}),
+    ]
+    found = record(ledger(tmp_path, *rows))
+    text = findings.FINDINGS["few-tokens"](found)
+    row = "| 0.50M | 0.00M | not run | {} | not run | not run |"
+    assert "| fits, then distilled on the rest, 3 passes " + row.format("+0.0100") in text
+    assert "| at conversion (`distill_steps`) " + row.format("+0.0300") in text
+    assert "*Fits, then distilled on the rest* ends +0.0100 below *at conversion" in text
+    assert "for 2.00 times the FLOPs (1 size)" in text
+    assert "3.67M tokens" not in frontier.same_bytes(found)  # a column of its own for none of them
+    assert frontier.row_name(passes) == "GQA-4, distilled 11M tokens in 3 passes"
+    (label,) = (loss_tables.label(row) for row in found["rows"] if "3 passes" in row.get("over", ""))
+    assert label.endswith("distillation, 11M tokens in 3 passes")
+
+
+def test_floors_own_text_and_r_4_are_said_as_far_as_they_were_run(tmp_path: Path) -> None:
+    found = record(ledger(tmp_path, entry(PLAIN, 3.05)))
+    assert findings.FINDINGS["floors"](found).startswith("No model with G heads was trained from scratch")
+    assert findings.FINDINGS["no-user-data"](found).endswith("Not run: 2:1, 4:1, 8:1 and 16:1.")
+    wide = replace(TAUGHT, wide=4)
+    rows = [entry(PLAIN, 3.05), entry(replace(PLAIN, text="generate"), 3.10), entry(wide, 3.01)]
+    rows += [entry(Cell("scratch", 4), 3.02), entry(TAUGHT, 3.03)]
+    rows += [entry(replace(TAUGHT, tokens=0, equal_to=wide.key), 3.02, unique_tokens=1_500_000)]
+    found = record(ledger(tmp_path, *rows))
+    text = findings.FINDINGS["floors"](found)
+    assert "| 4:1 | +0.0200 | +0.0500 | +0.0300 | not run |" in text and "scratch: 2:1, 8:1 and 16:1" in text
+    assert "| 4:1 | +0.0500 | +0.1000 | 2.00 |" in findings.FINDINGS["no-user-data"](found)
+    text = findings.FINDINGS["wider"](found)
+    assert "| wide R=4 | not run | +0.0100, 2.0e15 | not run | not run |" in text
+    assert "| plain, for the FLOPs of R=4 |  | +0.0200, 2.0e15 |  |  |" in text
+    text = frontier.same_bytes(found)
+    assert "wide heads R=4 at the bytes of GQA-4 took for 2.71M tokens, 3.0 times" in text
+    assert "GQA-4 is at +0.0200; wide heads (+0.0100) take away 50% of it" in text
+    assert "*Fits on 0.5M tokens*: attention missed at 4:1" in findings.FINDINGS["bars-in-short"](found)
+
+
 def test_a_row_at_a_rate_that_tuning_left_has_a_column_that_names_it(tmp_path: Path) -> None:
     old = [
         entry(cell, loss, rates={"fit": RATES["joint"], "kd": 1e-3})
@@ -262,6 +305,10 @@ def test_probes_are_rendered_with_what_counts() -> None:
     rows = [row | {"counts": True, "results": lost | other}, row | {"counts": False, "results": {}}]
     record = {"model": "m", "choices": 16, "rows": rows, "provenance": {"hardware": {"gpu": "GPU"}}}
     text = frontier.probes(record)
+    assert "1 of 2 results are below the original by three standard errors on none of 1 probes" in text
+    assert "below it are GQA-4 on 1." in text
+    alone = frontier.probes(record | {"rows": rows[1:]})
+    assert alone.endswith("Only the original has answered: no conversion was asked.")
     assert "1 of 2 probes count" in text and "chance 6.2%" in text
     assert "| needle, 1,024 tokens | 50.0% ± 3.5% | yes |" in text
     assert "| GQA-4 | **-10.0% ± 2.0%** |" in text and "| GQA-2 | +0.0% ± 2.0% |" in text

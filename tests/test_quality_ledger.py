@@ -333,16 +333,41 @@ def test_an_objective_says_whether_a_teacher_takes_part(
     asked: dict[str, Any] = {}
 
     def uptrain(model: str, out: str, data: list[str], **words: Any) -> Any:
-        asked.update(words)
+        asked.update(words, data=data)
         return SimpleNamespace(budget={"tokens": 9, "steps": 1, "unique_tokens": 9})
 
     monkeypatch.setattr(_quality_bench, "uptrain", uptrain)
     args = SimpleNamespace(model="original", window=64)
-    bench = SimpleNamespace(args=args, device="cpu", parts=SimpleNamespace(path=lambda name: name))
+    bench = SimpleNamespace(args=args, device="cpu", uptraining_text=lambda cell: "text")
     cell = cells.Cell("joint", 2, "fits", objective=objective, tokens=9, seed=3)
     found = _quality_bench.Bench._uptrain(bench, cell, tmp_path, tmp_path / "o", 9, 5e-4)  # type: ignore[arg-type]
     assert (asked["teacher"] == "original", asked["ce_weight"]) == (taught, weight)
     assert asked["learning_rate"] == 5e-4 and asked["seed"] == 3 and found["tokens"] == 9
+    assert asked["data"] == ["text"]
+
+
+def test_a_part_is_read_to_so_many_tokens_where_an_uptraining_passes_over_it(tmp_path: Path) -> None:
+    text, tokenizer = write_text(tmp_path / "t.jsonl", 200), load_tokenizer(tiny_model_path())
+    parts = split_parts([str(text)], tokenizer, tmp_path / "parts", (600, 200))
+    args = SimpleNamespace(work=tmp_path, calibration_tokens=500, e2e_tokens=700)
+    bench = SimpleNamespace(args=args, parts=parts, tokenizer=tokenizer)
+    plain = cells.Cell("joint", 2, "fits", objective="kd", tokens=9)
+    for over, part, tokens in (("calibration", "calibration", 500), ("4.2M", "uptraining", 200)):
+        path = _quality_bench.Bench.uptraining_text(bench, replace(plain, over=over))  # type: ignore[arg-type]
+        found, whole = (read_lines(Path(p)) for p in (path, parts.path(part)))
+        assert 0 < len(found) < len(whole) and found == whole[: len(found)]
+        assert tokens - 60 < sum(len(tokenizer(x["text"])["input_ids"]) + 1 for x in found) <= tokens
+    path = _quality_bench.Bench.uptraining_text(bench, plain)  # type: ignore[arg-type]
+    assert path == parts.path("uptraining")
+
+
+def test_few_unique_tokens_are_seen_once_and_several_times() -> None:
+    found = [cell for cell in PLAN if cell.over or cell.tokens == cells.REST_TOKENS]
+    assert {cell.groups for cell in found} == {8, 4, 2, 1} and len(found) == 16
+    assert cells.REST_TOKENS % cells.STEP_TOKENS == 0
+    passes = next(cell for cell in found if cell.over == "4.2M")
+    assert passes.tokens == 3 * cells.REST_TOKENS and passes.key == "joint/G4/fits/kd-11M/over-4.2M/seed0"
+    assert cells.Cell.of(passes.to_dict()) == passes
 
 
 def test_the_floor_goes_on_where_it_stopped() -> None:

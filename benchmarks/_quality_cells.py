@@ -294,6 +294,8 @@ def _rest(
     control = Cell("original", num_kv_heads, objective="ce", tokens=large)
     others = [n for n in groups if n not in bold]
     cells = [c for n in others for c in (Cell("joint", n, "fits"), _taught(n, small), _mixed(n, small))]
+    twice = [replace(c, groups=2 * c.groups, cache="int8") for c in cells]  # the same bytes
+    cells += [c for c in twice if c.groups < num_kv_heads]
     cells += [control, *(row(n, large) for n in others for row in (_mixed, _taught))]
     cells += further_tuning(bold[0])
     cells += [Cell("joint", n, "e2e") for n in (*bold, *others)]

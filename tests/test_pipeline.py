@@ -152,7 +152,7 @@ def test_plan_says_where_the_context_ends_and_refuses_nothing_as_a_size() -> Non
     (warning,) = plan(config, context=5000).warnings
     assert warning == "--context 5,000 is longer than the 4,096 tokens the model was built for"
     for name in ("context", "gpu_memory", "bandwidth"):
-        with pytest.raises(UsageError, match=rf"^{name} 0: must be more than 0"):
+        with pytest.raises(UsageError, match=rf"^{name}: must be > 0, not 0"):
             plan(config, **{name: 0})
 
 

@@ -108,7 +108,7 @@ class PlanConfig(Config):
         range=">= 1",
     )
     bandwidth: Bytes = option(
-        3_350_000_000_000,
+        3_350_000_000_000,  # of an H100 SXM, from its data sheet
         "Memory bandwidth of one device, bytes per second.",
         ADVANCED,
         metavar="SIZE",

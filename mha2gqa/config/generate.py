@@ -27,6 +27,7 @@ REFERENCE = HERE.parents[1] / "docs" / "options.md"
 KEYWORDS = HERE / "keywords.py"
 # TypedDict -> the options it holds, without those that the function names itself.
 TYPED: dict[str, tuple[tuple[type[Config], ...], tuple[str, ...]]] = {
+    "PlanKeywords": ((PlanConfig,), ("source",)),
     "ConvertKeywords": ((ConvertConfig,), ("source", "out", "groups")),
     "EvaluateKeywords": ((EvaluateConfig,), ("models", "data", "agreement")),
     "UptrainKeywords": ((UptrainConfig, TrainerOptions), ("model", "out", "data")),

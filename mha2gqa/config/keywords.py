@@ -13,6 +13,27 @@ from .reconstruct import Effort, ReconstructConfig
 from .uptrain import Objective, Residual, Schedule, TeacherDtype, Train
 
 
+class PlanKeywords(TypedDict, total=False):
+    """Options of `PlanConfig`."""
+
+    groups: int | None
+    wide: int
+    as_: str
+    drop_extra: tuple[str, ...]
+    allow_unchecked: bool
+    tp: int
+    batch: int
+    context: int | None
+    gpu_memory: Bytes
+    gpus: int
+    calibration_tokens: int
+    effort: Effort | None
+    fit: ReconstructConfig | Mapping[str, Any] | None
+    uptrain_tokens: int
+    bandwidth: Bytes
+    revision: str | None
+
+
 class ConvertKeywords(TypedDict, total=False):
     """Options of `ConvertConfig`."""
 

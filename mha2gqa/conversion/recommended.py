@@ -1,17 +1,51 @@
-"""The command to type next: how a result is held against its original."""
+"""Commands to type next: `convert` after `plan`, and how a result is held against its original."""
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from ..config import ConvertConfig
+from ..architectures import AttentionSpec
+from ..config import ConvertConfig, PlanConfig, ReconstructConfig
 from ..config.option import declared
 from ..config.pair_options import PairConfig
 from ..data.pairs import trained_on
 
 HELD_OUT = {"text": "HELDOUT.jsonl", "pairs": "HELDOUT_PAIRS.jsonl", "audio": "HELDOUT_RECORDINGS"}
+
+CALIBRATION = {
+    "text": "--calibration TEXT.jsonl",
+    "pairs": "--calibration PAIRS.jsonl",
+    "audio": "--calibration RECORDINGS --targets generate",
+}
+
+
+def convert_command(asked: PlanConfig, groups: int, spec: AttentionSpec, source: Mapping[str, Any]) -> str:
+    """`convert` as it was planned, with data of the kind that the model was trained on, where that can be read.
+
+    Args:
+        asked: Of `plan`: what differs from its defaults is repeated.
+        groups: KV heads G.
+        spec: Of the source.
+        source: Its raw config.
+    """
+    name = str(asked.source)
+    words = ["mha2gqa", "convert", name, f"{Path(name).name}-gqa{groups}", "--groups", str(groups)]
+    words += ["--wide", str(asked.wide)] if asked.wide > 1 else []
+    words += [] if spec.unread or spec.uncalibrated else CALIBRATION[trained_on(source)].split()
+    words += [] if asked.as_ == "auto" else ["--as", asked.as_]
+    changed, options = asked.changed(), declared(ConvertConfig)
+    words += [options["allow_unchecked"].flags[0]] if asked.allow_unchecked else []
+    for option in ("revision", "drop_extra", "calibration_tokens", "effort"):
+        values = changed.get(option, ())
+        for value in values if isinstance(values, tuple) else (values,):
+            words += [options[option].flags[0], str(value)]
+    for key, value in asked.fit.changed().items() if isinstance(asked.fit, ReconstructConfig) else ():
+        words += ["--fit", f"{key}={json.dumps(value) if isinstance(value, (bool, tuple)) else value}"]
+    return shlex.join(words)
 
 
 def next_command(options: ConvertConfig, source: Mapping[str, Any], scored: bool = True) -> str:

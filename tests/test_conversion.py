@@ -249,7 +249,7 @@ def test_a_failing_write_publishes_nothing(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("mha2gqa.conversion.checkpoint.copy_side_files", full)
+    monkeypatch.setattr("mha2gqa.conversion.publishing.copy_side_files", full)
     with pytest.raises(CheckpointError, match="No space left"):
         convert(pico, tmp_path / "out", 2)
     assert [p.name for p in tmp_path.iterdir()] == ["pico"]
@@ -265,8 +265,8 @@ def test_too_small_a_disk_is_refused_first(
 
 @pytest.mark.slow  # `make kills` does so before every event of the file system
 def test_a_killed_conversion_leaves_no_output_and_can_be_rerun(pico: Path, tmp_path: Path) -> None:
-    code = ("import sys, time, mha2gqa.conversion.checkpoint as c\n"
-            "c.copy_side_files = lambda *a: (print('writing', flush=True), time.sleep(60))\n"
+    code = ("import sys, time, mha2gqa.conversion.checkpoint as c, mha2gqa.conversion.publishing as p\n"
+            "p.copy_side_files = lambda *a: (print('writing', flush=True), time.sleep(60))\n"
             "c.convert(sys.argv[1], sys.argv[2], 2)")  # fmt: skip
     process = subprocess.Popen(
         [sys.executable, "-c", code, str(pico), str(tmp_path / "out")], stdout=subprocess.PIPE

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from mha2gqa.checkpoints.reader import open_checkpoint
-from mha2gqa.conversion.checkpoint import cache_sizes, convert, convert_model
+from mha2gqa.conversion.checkpoint import convert, convert_model
 from mha2gqa.conversion.plan import plan_conversion
+from mha2gqa.conversion.publishing import cache_sizes
 from mha2gqa.conversion.warnings import DECODER, PAIRS, T5, data_free_warnings, loss_warnings
 from mha2gqa.evaluation import evaluate
 from mha2gqa.evaluation.context import context_warnings

@@ -9,7 +9,15 @@ from typing import Any
 
 from _markdown import markdown
 from _quality_cells import STEP_TOKENS, Cell
-from _quality_frontier import NOT_RUN, Rows, at_any_rate, by_configuration, key_of, on_the_same_seeds
+from _quality_frontier import (
+    NOT_RUN,
+    Rows,
+    at_any_rate,
+    by_configuration,
+    form_name,
+    key_of,
+    on_the_same_seeds,
+)
 from _quality_summaries import bars_in_short, few_tokens, floors, no_user_data, wider
 
 # What the fits train, by their names in `_quality_cells.FITS`; the first is the default, the second stands for whole layers.
@@ -66,10 +74,11 @@ def small_steps(record: Mapping[str, Any]) -> str:
     rows = by_configuration(record["entries"])
     lines, lower, closer = [], list[float](), list[float]()
     steps: set[int] = set()
-    for groups in sorted({row["groups"] for found in rows.values() for row in found}, reverse=True):
-        line = [f"GQA-{groups}"]
+    sizes = sorted({row["groups"] for found in rows.values() for row in found}, reverse=True)
+    for form in (Cell("joint", groups, "fits", wide=r) for groups in sizes for r in (1, 2)):
+        line = [form_name(form) + (f" (cache of GQA-{form.groups})" if form.wide > 1 else "")]
         for kind in KINDS:
-            normal = Cell("joint", groups, "fits", objective=kind, tokens=2_713_000)
+            normal = replace(form, objective=kind, tokens=2_713_000)
             small = replace(normal, batch=STEP_TOKENS)
             if not {key_of(normal), key_of(small)} <= rows.keys():
                 line += [NOT_RUN] * 2
@@ -88,7 +97,7 @@ def small_steps(record: Mapping[str, Any]) -> str:
     ]
     tried = [text for kind in KINDS if (text := _rates(record["tuning"], kind))]
     return (
-        f"{markdown(head, lines)}\n\n- {max(steps)} steps in place of {min(steps)} end {min(lower):.4f} to {max(lower):.4f} lower "
+        f"{markdown(head, lines)}\n\n- {max(steps)} steps in place of {min(steps)} end {min(lower):+.4f} to {max(lower):+.4f} lower "
         f"({len(lower)} pairs, one seed each), with {min(closer):.2f} to {max(closer):.2f} times the KL from the original.\n"
         + "\n".join(f"- Tuning part, {text}." for text in tried)
     )
@@ -104,6 +113,8 @@ def _rates(tuning: Sequence[Mapping[str, Any]], kind: str) -> str:
         return ""
     best = min((row["loss"], row["rate"]) for row in found if not row.get("batch"))
     listed = ", ".join(f"{rate:g}: {loss:.4f}" for rate, loss in small)
+    least = min(small, key=lambda found: found[1])
+    listed += " (the best lies at the edge)" if least in (small[0], small[-1]) else ""
     return f"{KINDS[kind]}, steps of {STEP_TOKENS:,} at {listed}; the best of larger steps, {best[1]:g}: {best[0]:.4f}"
 
 

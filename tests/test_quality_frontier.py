@@ -168,8 +168,11 @@ def test_what_the_fits_train_and_small_steps_are_said_in_figures(tmp_path: Path)
     assert "500,000 unique tokens, a thousand steps visit each 32 times" in text
     text = findings.small_steps(found)
     assert "| GQA-4 | +0.0200 | +0.0100 | not run | not run |" in text
-    assert "- 331 steps in place of 83 end 0.0100 to 0.0100 lower (1 pairs" in text
-    assert "- Tuning part, distilled, steps of 8,192 at 0.0005: 0.7000; the best of larger steps" in text
+    assert "- 331 steps in place of 83 end +0.0100 to +0.0100 lower (1 pairs" in text
+    assert (
+        "- Tuning part, distilled, steps of 8,192 at 0.0005: 0.7000 (the best lies at the edge); the best"
+        in text
+    )
 
 
 def test_what_few_tokens_give_is_said_for_every_way(tmp_path: Path) -> None:

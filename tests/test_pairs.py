@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from seq2seq_models import RATE, audio_folder, saved, saved_whisper, tone
 from transformers import AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
 
 from mha2gqa.data.audio import Audio, to_audio
-from mha2gqa.data.generation import generate_ids, with_targets
+from mha2gqa.data.generation import decode, generate_ids, repeats, with_targets
 from mha2gqa.data.pairs import Pair, PairOptions, PairSource
 from mha2gqa.data.seq2seq import PairEncoder, open_encoder, pad_encoder
 from mha2gqa.errors import DataError, UsageError
@@ -335,8 +336,41 @@ def test_greedy_text_is_the_likeliest_next_token(models: dict[str, Path], tmp_pa
         while len(expected) > 1 and expected[-1] == 0:  # a random T5 may end in padding
             expected.pop()
         assert ids == expected[len(encoder.prompt) :]
-    wide = list(generate_ids(model, encoder, examples, beams=3, max_new_tokens=6, batch_size=1))
+    encoder.options = replace(encoder.options, beams=3)
+    wide = list(generate_ids(model, encoder, examples, max_new_tokens=6, batch_size=1))
     assert len(wide) == len(examples)
+
+
+@torch.no_grad()
+def test_only_texts_that_repeat_themselves_are_written_again(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert repeats("one more time " * 40) and not repeats("ask not what your country can do for you")
+    encoder, examples = examples_of(models["whisper"], tmp_path)
+    model = load(models["whisper"])
+
+    def written(*temperatures: float) -> list[list[int]]:
+        encoder.options = replace(encoder.options, retry_temperatures=temperatures)
+        return list(generate_ids(model, encoder, examples, max_new_tokens=12))
+
+    greedy = written()
+    monkeypatch.setattr("mha2gqa.data.generation.repeats", lambda text: text == decode(encoder, greedy[0]))
+    state = torch.get_rng_state()
+    again = written(1.0, 2.0)
+    assert torch.equal(torch.get_rng_state(), state) and written(1.0, 2.0) == again
+    assert len(greedy) > 1 and again[0] != greedy[0] and again[1:] == greedy[1:]
+    monkeypatch.setattr("mha2gqa.data.generation.repeats", lambda text: False)
+    assert written(1.0) == greedy
+
+
+def test_temperatures_without_generated_text_are_refused() -> None:
+    options = PairOptions(retry_temperatures=(0.2,))
+    with pytest.raises(UsageError, match="nothing is generated here; add --targets generate"):
+        options.check_used()
+    options.check_used(generates=True)
+    replace(options, targets="generate").check_used()
+    with pytest.raises(UsageError, match=r"--retry-temperatures 0.0: must be > 0"):
+        PairOptions(retry_temperatures=(0.0,))
 
 
 def test_a_model_writes_the_targets(models: dict[str, Path], tmp_path: Path) -> None:

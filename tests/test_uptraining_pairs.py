@@ -247,7 +247,7 @@ def test_the_original_writes_the_targets(root: Path, tmp_path: Path) -> None:
     options = PairOptions(targets="generate", beams=2)
     encoder, model = open_encoder(folder, options), load(folder)
     pairs = list(options.open(str(root / "text.jsonl"), audio=False))
-    written = generate_ids(model, encoder, [encoder.encode(pair) for pair in pairs], beams=2)
+    written = generate_ids(model, encoder, [encoder.encode(pair) for pair in pairs])
     wanted = {tuple(ids) for ids in written}
     rows = StoredPairs(tmp_path / "up.uptrain" / "train-0", encoder)
     assert {tuple(row.decoder[row.prompt :].tolist()) for row in rows} <= wanted and len(rows) > 1

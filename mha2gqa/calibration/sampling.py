@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import math
@@ -22,6 +21,7 @@ from ..checkpoints.loading import (
     weight_bytes,
 )
 from ..data.encoding import bos_id
+from ..data.generation import seeded
 from ..errors import CheckpointError, UsageError
 from ..kv_cache import known_config, kv_bytes, max_batch
 from ..progress import current
@@ -79,7 +79,7 @@ def generate_text(
     rows, tokenizer = min(most, math.ceil(tokens / window)), load_tokenizer(model, trust_remote_code)
     running = load_model(model, device=where, trust_remote_code=trust_remote_code)
     documents, count = [], 0
-    with _seeded(seed, where):
+    with seeded(seed, where):
         while count < tokens:
             for ids in _sample(running, start, end, rows, window):
                 documents.append(tokenizer.decode(ids, skip_special_tokens=True))
@@ -192,14 +192,6 @@ def _rows(model: str | Path, config: dict[str, Any], window: int, device: torch.
             fix=f"give {option} FILE with text that any engine sampled from the model",
         )
     return min(rows, MOST_ROWS)
-
-
-@contextlib.contextmanager
-def _seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Random numbers of `seed` inside, the caller's afterwards."""
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
-        yield
 
 
 def _sample(model: Any, start: int, end: int | None, rows: int, window: int) -> Iterator[list[int]]:

@@ -45,6 +45,7 @@ class ConvertKeywords(TypedDict, total=False):
     source_prefix: str
     targets: Targets
     beams: int
+    retry_temperatures: tuple[float, ...]
     method: Method | None
     calibration: Any
     wide: int
@@ -82,6 +83,7 @@ class EvaluateKeywords(TypedDict, total=False):
     source_prefix: str
     targets: Targets
     beams: int
+    retry_temperatures: tuple[float, ...]
     protocol: Protocol
     against: Any
     window: int | None
@@ -112,6 +114,7 @@ class UptrainKeywords(TypedDict, total=False):
     source_prefix: str
     targets: Targets
     beams: int
+    retry_temperatures: tuple[float, ...]
     alpha: float | None
     original_tokens: int | None
     original_steps: int | None
@@ -217,6 +220,7 @@ class TrainModelKeywords(TypedDict, total=False):
     source_prefix: str
     targets: Targets
     beams: int
+    retry_temperatures: tuple[float, ...]
     alpha: float | None
     original_tokens: int | None
     original_steps: int | None

@@ -44,3 +44,13 @@ class PairConfig(Config):
         "data", "Where the targets come from: the original model can write them.", PAIRS
     )
     beams: int = option(1, "Width of the search where text is generated; 1 is greedy.", PAIRS, range=">= 1")
+    retry_temperatures: tuple[float, ...] = option(
+        (),
+        "Temperatures at which a generated text that repeats itself (zlib makes it 2.4 times shorter: Whisper's rule) is "
+        "written again, one after the other until it does not; 0.2,0.4,0.6,0.8,1.0 are Whisper's.",
+        PAIRS,
+        metavar="T,…",
+        range="> 0",
+        commas=True,
+        unset="none, it stays as it is",
+    )

@@ -165,6 +165,7 @@ def _pair_inputs(
     source: str | Path | None,
 ) -> Inputs:
     """Pairs up to so many target tokens, and no more than `MOST_RECORDINGS`, in one padded batch."""
+    options.pairs.check_used()
     path = source or tokenizer.name_or_path
     encoder = open_encoder(path, options.pairs, options.trust_remote_code, tokenizer, config)
     encoder.check(islice(pairs, CHECKED_PAIRS))
@@ -203,7 +204,7 @@ def _written(
     """The pairs with targets that the original writes, as many as are drawn."""
     current().stage("writing targets")
     model = load_model(path, device=options.device, trust_remote_code=options.trust_remote_code)
-    return with_targets(model, encoder, pairs, beams=options.pairs.beams)
+    return with_targets(model, encoder, pairs)
 
 
 def calibration_blocks(documents: Iterable[np.ndarray], window: int, tokens: int, overlap: int) -> Tensor:

@@ -1,7 +1,9 @@
-"""What an encoder-decoder writes: greedy or by beams, in batches, after the prompt that all targets have."""
+"""What an encoder-decoder writes: greedy or by beams, in batches, after the prompt that all targets have; loops again."""
 
 from __future__ import annotations
 
+import contextlib
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 
 BATCH = 32  # examples generated at once
 NEW_TOKENS = 256  # at most, where the decoder has no limit of its own
+LOOP = 2.4  # Whisper's `compression_ratio_threshold`, beyond which it decodes again with a higher temperature
 
 
 def generate_ids(
@@ -27,20 +30,19 @@ def generate_ids(
     encoder: PairEncoder,
     examples: Iterable[Example],
     *,
-    beams: int = 1,
     batch_size: int = BATCH,
     max_new_tokens: int | None = None,
 ) -> Iterator[list[int]]:
     """What the model writes for each example: ids after the prompt, with the end if it came to one.
 
     The search of transformers with the model's own generation config (suppressed tokens, bad words), but without
-    sampling, and with the prompt of `encoder`, so that all models of a comparison write the same kind of text.
+    sampling, and with the prompt of `encoder`, so that all models of a comparison write the same kind of text. How wide
+    the search is, and at which temperatures a text that repeats itself is sampled anew, the options of `encoder` say.
 
     Args:
         model: In eval mode, on its device.
         encoder: Of its pairs.
         examples: Only what their encoder reads is used.
-        beams: Width of the search; 1 is greedy.
         batch_size: Examples at once.
         max_new_tokens: At most so many ids; None for what the decoder takes, 256 where nothing limits it.
     """
@@ -48,13 +50,40 @@ def generate_ids(
     limit = min(n for n in (max_new_tokens, room or NEW_TOKENS) if n is not None)
     waiting = iter(examples)
     while batch := list(islice(waiting, batch_size)):
-        yield from _generate(model, encoder, batch, beams, limit)
+        written = _generate(model, encoder, batch, limit)
+        for temperature in encoder.options.retry_temperatures:
+            again = [i for i, ids in enumerate(written) if repeats(decode(encoder, ids))]
+            if not again:
+                break
+            other = _generate(model, encoder, [batch[i] for i in again], limit, temperature)
+            for i, ids in zip(again, other, strict=True):
+                written[i] = ids
+        yield from written
+
+
+def repeats(text: str) -> bool:
+    """Whether a text repeats itself, by the ratio that Whisper judges its own transcripts by."""
+    data = text.encode(errors="replace")
+    return len(data) > LOOP * len(zlib.compress(data))
+
+
+@contextlib.contextmanager
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Random numbers of `seed` inside, the caller's afterwards."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield
 
 
 @torch.inference_mode()
 def _generate(
-    model: Any, encoder: PairEncoder, examples: Sequence[Example], beams: int, limit: int
+    model: Any,
+    encoder: PairEncoder,
+    examples: Sequence[Example],
+    limit: int,
+    temperature: float | None = None,
 ) -> list[list[int]]:
+    """The ids that are written by a search, or sampled at a temperature: the same ones every time."""
     from transformers import GenerationMixin
 
     rows = encoder.collate(examples).rows()
@@ -65,15 +94,17 @@ def _generate(
         if not name.startswith("decoder_")
     }
     prompt = torch.tensor([encoder.prompt] * len(examples), device=device)
+    how: dict[str, Any] = {"num_beams": encoder.options.beams, "do_sample": False}
+    if temperature is not None:
+        how = {"num_beams": 1, "do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
     try:
         # Whisper's own `generate` would choose language and prompt anew and cut long recordings in pieces.
-        with quiet():
+        with quiet(), seeded(0, device):
             ids = GenerationMixin.generate(
                 model,
                 **inputs,
                 decoder_input_ids=prompt,
-                num_beams=beams,
-                do_sample=False,
+                **how,
                 max_new_tokens=limit,
                 max_length=None,
                 forced_decoder_ids=None,
@@ -97,7 +128,6 @@ def with_targets(
     encoder: PairEncoder,
     pairs: Iterable[Pair],
     *,
-    beams: int = 1,
     batch_size: int = BATCH,
 ) -> Iterator[Pair]:
     """The pairs with targets that the model writes; those it has nothing to say to are left out.
@@ -106,12 +136,12 @@ def with_targets(
         model: The original, in eval mode.
         encoder: Of its pairs.
         pairs: Sources; targets they have are replaced.
-        beams, batch_size: As in `generate_ids`.
+        batch_size: As in `generate_ids`.
     """
     waiting, done = iter(pairs), 0
     while batch := list(islice(waiting, batch_size)):
         examples = [encoder.encode(replace(pair, target="", target_ids=None)) for pair in batch]
-        written = list(generate_ids(model, encoder, examples, beams=beams, batch_size=batch_size))
+        written = list(generate_ids(model, encoder, examples, batch_size=batch_size))
         current().advance(done := done + len(batch))
         for pair, ids in zip(batch, written, strict=True):
             text = decode(encoder, ids)

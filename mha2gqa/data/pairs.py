@@ -333,6 +333,7 @@ class PairOptions:
         source_prefix: Put before each source text (`translate English to German: ` for T5).
         targets: `data`, or `generate`: the original model writes them.
         beams: Width of the search where text is generated; 1 is greedy.
+        retry_temperatures: At which a text that repeats itself is written again.
     """
 
     source_column: str | None = None
@@ -343,12 +344,16 @@ class PairOptions:
     source_prefix: str = ""
     targets: str = "data"
     beams: int = 1
+    retry_temperatures: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if self.targets not in ("data", "generate"):
             raise UsageError("must be data or generate", where=f"--targets {self.targets}")
         if self.beams < 1:
             raise UsageError("must be at least 1", where=f"--beams {self.beams}")
+        if any(t <= 0 for t in self.retry_temperatures):
+            given = ",".join(map(str, self.retry_temperatures))
+            raise UsageError("must be > 0", where=f"--retry-temperatures {given}")
 
     @classmethod
     def of(cls, config: PairConfig) -> PairOptions:
@@ -362,7 +367,24 @@ class PairOptions:
             config.source_prefix,
             config.targets,
             config.beams,
+            tuple(config.retry_temperatures),
         )
+
+    def check_used(self, generates: bool = False) -> None:
+        """Refuse temperatures where no text is generated.
+
+        Args:
+            generates: Whether the command generates text besides targets.
+
+        Raises:
+            UsageError: It does not.
+        """
+        if self.retry_temperatures and self.targets != "generate" and not generates:
+            raise UsageError(
+                "nothing is generated here",
+                where="--retry-temperatures",
+                fix="add --targets generate, or --metrics of evaluate, or leave it out",
+            )
 
     def open(self, data: Any, audio: bool, limit: int | None = None) -> PairSource:
         """The pairs of `data`, at most `limit`."""

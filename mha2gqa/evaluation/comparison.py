@@ -170,7 +170,7 @@ class _Run:
         assert entry.encoder is not None
         self.progress.stage(f"writing targets with {entry.name}", None, "pairs")
         with self._opened(entry) as model:
-            source.keep(with_targets(model, entry.encoder, source, beams=entry.encoder.options.beams))
+            source.keep(with_targets(model, entry.encoder, source))
 
     def _generate(self, entry: EvalModel, model: PreTrainedModel) -> None:
         """Keep what the model writes for each pair."""
@@ -179,7 +179,7 @@ class _Run:
             return
         self.progress.stage(f"{GENERATING}{entry.name}", None, "pairs")
         examples = (encoder.encode(pair) for pair in self.setup.text if isinstance(pair, Pair))
-        for ids in generate_ids(model, encoder, examples, beams=encoder.options.beams):
+        for ids in generate_ids(model, encoder, examples):
             entry.texts.append(decode(encoder, ids))
             self.progress.advance(len(entry.texts))
 

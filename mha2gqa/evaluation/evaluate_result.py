@@ -144,6 +144,7 @@ class Generation:
         paired: By metric, tests against the first model on the same examples, resampled; `wer_without_loops` is of the
             examples that neither model loops on, where there are others.
         shown: The first few texts.
+        retry_temperatures: At which texts that repeat themselves were written again; empty where they stay.
     """
 
     examples: int
@@ -155,6 +156,7 @@ class Generation:
     looped: int | None = None
     paired: dict[str, PairedTest] = field(default_factory=dict)
     shown: list[GeneratedText] = field(default_factory=list)
+    retry_temperatures: tuple[float, ...] = ()
 
 
 @dataclass

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..data.generation import repeats
 from ..errors import UsageError
 from .bootstrap import RESAMPLES, PairedTest, paired_test
 from .evaluate_result import GeneratedText, Generation
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 METRICS = ("wer", "cer", "bleu", "chrf", "exact_match")
 AUTO = "auto"
 LIBRARIES = {"wer": "jiwer", "cer": "jiwer", "bleu": "sacrebleu", "chrf": "sacrebleu"}
-LOOP = 2.4  # Whisper's `compression_ratio_threshold`, beyond which it would decode again with a temperature
 SHOWN = 5  # texts kept for a look
 BLEU_TOKENIZERS = {"zh": "zh", "zho": "zh", "ja": "char", "jpn": "char", "th": "char", "tha": "char"}
 
@@ -131,9 +130,8 @@ def compare_texts(
 
 
 def loops(written: Sequence[str]) -> np.ndarray:
-    """Which texts repeat themselves, bool `[n]`, by the ratio that Whisper judges its own transcripts by."""
-    sizes = [(len(data), len(zlib.compress(data))) for data in (t.encode(errors="replace") for t in written)]
-    return np.array([size > LOOP * packed for size, packed in sizes], dtype=bool)
+    """Which texts repeat themselves, bool `[n]`."""
+    return np.array([repeats(text) for text in written], dtype=bool)
 
 
 # --- word errors -----------------------------------------------------------------------------------------

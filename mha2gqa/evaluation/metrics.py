@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from array import array
 from typing import TYPE_CHECKING, Any
 
@@ -262,7 +263,9 @@ def add_generation(result: EvaluateResult, setup: ResolvedConfig) -> None:
     )
     for entry, model in zip(setup.entries, result.models, strict=True):
         original = None if entry is base else base.texts
-        model.generation = compare_texts(texts, entry.texts, original, base.name, setup.config.seed)
+        generation = compare_texts(texts, entry.texts, original, base.name, setup.config.seed)
+        tries = tuple(setup.config.retry_temperatures)
+        model.generation = replace(generation, retry_temperatures=tries)
 
 
 def _model(

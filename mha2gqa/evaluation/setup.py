@@ -161,7 +161,9 @@ def _open_data(config: EvaluateConfig, warnings: list[str]) -> tuple[TextSource 
             text = PairOptions.of(config).open(config.data, is_audio(kinds[0]), config.max_examples)
             return text, config  # refused below, with the name of the model
         return TextSource(config.data, config.text_column), config
-    pairs = PairOptions.of(config).open(config.data, is_audio(kinds[0]), config.max_examples)
+    options = PairOptions.of(config)
+    options.check_used(generates=bool(config.metrics))
+    pairs = options.open(config.data, is_audio(kinds[0]), config.max_examples)
     if asked or pairs.audio or pairs.fits() or not _sentinels(config):
         if not asked:
             warnings.append(f"encoder-decoder: scored by {PAIRS}")

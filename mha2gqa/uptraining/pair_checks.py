@@ -108,6 +108,7 @@ def check_pairs(run: PreparedRun) -> None:
             fix="name it with teacher; ce_weight 1 trains on what it writes alone",
         )
     encoder = run_encoder(run)
+    encoder.options.check_used()
     for data in (config.data, config.eval_data):
         if data is not None:
             pairs = encoder.options.open(data, encoder.audio)

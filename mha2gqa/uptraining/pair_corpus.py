@@ -135,7 +135,7 @@ class TargetWriter:
             current().stage("writing targets")
             consent = config.trust_remote_code
             self._model = load_model(teacher.name, device=self.args.device, trust_remote_code=consent)
-        yield from with_targets(self._model, encoder, pairs, beams=config.beams)
+        yield from with_targets(self._model, encoder, pairs)
 
 
 def load_pair_corpus(run: PreparedRun, args: Any, tokenizer: Any, folder: Path) -> tuple[PreparedRun, Corpus]:

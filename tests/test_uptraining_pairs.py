@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -252,6 +253,17 @@ def test_the_original_writes_the_targets(root: Path, tmp_path: Path) -> None:
     rows = StoredPairs(tmp_path / "up.uptrain" / "train-0", encoder)
     assert {tuple(row.decoder[row.prompt :].tolist()) for row in rows} <= wanted and len(rows) > 1
     assert result.budget["unique_tokens"] == int(rows.targets.sum())
+
+
+def test_recordings_without_a_table_are_enough(root: Path, tmp_path: Path) -> None:
+    sounds = tmp_path / "sounds"
+    shutil.copytree(root / "audio", sounds)
+    (sounds / "metadata.csv").unlink()
+    run: dict[str, Any] = {"tokens": 100, "batch_tokens": 40, "holdout": 0.0, "targets": "generate", **QUIET}
+    folder = root / "whisper-g2"
+    uptrain(folder, tmp_path / "up", str(sounds), keep_checkpoints=True, **run)
+    stamped = json.loads((tmp_path / "up.uptrain" / "sources.json").read_text())
+    assert {Path(name).name for name in stamped} == {path.name for path in sounds.iterdir()}
 
 
 @pytest.mark.parametrize("train", ["attention", "lora"])

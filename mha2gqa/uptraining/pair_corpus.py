@@ -157,7 +157,7 @@ def load_pair_corpus(run: PreparedRun, args: Any, tokenizer: Any, folder: Path) 
     current().stage("reading pairs")
     config, encoder = run.config, run_encoder(run, tokenizer)
     encoder.reset()
-    warnings = check_sources(config, folder, is_rank_zero())
+    warnings = check_sources(config, folder, is_rank_zero(), encoder.audio)
     with blaming_eval_data(config.eval_data is not None):
         pairs = SplitPairs(config, encoder)
     writer = TargetWriter(run, args)

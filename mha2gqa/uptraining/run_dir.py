@@ -19,6 +19,7 @@ from ..checkpoints.fingerprints import file_fingerprint
 from ..checkpoints.json_files import read_json
 from ..config.option import declared
 from ..config.pair_options import PairConfig
+from ..data.pairs import recordings
 from ..data.reading import local_files
 from ..errors import CheckpointError, UsageError, quoted, reason
 from .budget import UptrainConfig
@@ -295,17 +296,19 @@ def _why_unwritable(error: Exception) -> str | None:
     return "the disk took less than was written" if "inline_container" in str(error) else None
 
 
-def stamp_sources(paths: Sequence[str]) -> dict[str, str]:
+def stamp_sources(paths: Sequence[str], audio: bool = False) -> dict[str, str]:
     """Size and a digest of samples of each local file that some names of data stand for.
 
     Args:
         paths: Files, folders, globs; a data set of the Hub has no files here and is left out.
+        audio: Whether recordings are read, beside which no table need lie.
     """
-    files = {str(file): file for path in paths for file in local_files(path) or ()}
+    found = ((audio and recordings(path)) or local_files(path) or () for path in paths)
+    files = {str(file): file for some in found for file in some}
     return {name: f"{file.stat().st_size} {file_fingerprint(file)}" for name, file in files.items()}
 
 
-def check_sources(config: UptrainConfig, folder: Path, first: bool) -> list[str]:
+def check_sources(config: UptrainConfig, folder: Path, first: bool, audio: bool = False) -> list[str]:
     """Note the files of a new run; of a resumed one, see that they are the same.
 
     A run that streams reads on in them at the place where its checkpoint was. One that does not goes on with
@@ -315,6 +318,7 @@ def check_sources(config: UptrainConfig, folder: Path, first: bool) -> list[str]
         config: The run.
         folder: Its run directory.
         first: Whether this is the process that writes.
+        audio: Whether recordings are read.
 
     Returns:
         What the user should know.
@@ -322,7 +326,7 @@ def check_sources(config: UptrainConfig, folder: Path, first: bool) -> list[str]
     Raises:
         UsageError: A file of a stream has changed, is gone or is new; it is named.
     """
-    path, now = folder / SOURCES, stamp_sources([*config.data, *(config.eval_data or ())])
+    path, now = folder / SOURCES, stamp_sources([*config.data, *(config.eval_data or ())], audio)
     if not path.exists():
         if first:
             write_json(path, now)

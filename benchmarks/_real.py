@@ -13,6 +13,7 @@ DATA = {
     "text": "WikiText-2",
     "molecules": "molecules",
     "synthetic": "synthetic speech",
+    "retried": "synthetic speech, loops written again",
     "real": "real recordings",
 }
 

@@ -1,16 +1,19 @@
 """Recordings: Debian's `pocketsphinx-testdata`, and sentences of a text spoken by espeak-ng.
 
-    python benchmarks/real/speech.py WORK --text TEXT.jsonl [--minutes 6] [--words 1000] [--uptraining 60]
+    python benchmarks/real/speech.py WORK --text TEXT.jsonl [--minutes 6] [--words 1000] [--uptraining 60] [--prompts FOLDER]
 
 Writes WORK/speech/real (LibriVox and spoken cards, with their transcripts), WORK/speech/calibration (so many minutes),
 WORK/speech/synthetic (so many words, of other sentences and other voices) and WORK/speech/uptraining (so many
 minutes). Needs the Debian packages `pocketsphinx-testdata` and `espeak-ng`; where they are unpacked elsewhere,
-`--recorded` names the folder of the first.
+`--recorded` names the folder of the first. With `--prompts`, the folder of Debian's `asterisk-core-sounds-en-g722` (prompts of a
+telephone exchange, spoken by one woman; PyPI's G722 decodes them), also WORK/speech/calibration-recorded and
+WORK/speech/uptraining-recorded: of those minutes as many as the prompts fill are hers, the others espeak-ng's.
 """
 
 from __future__ import annotations
 
 import argparse
+import array
 import csv
 import json
 import os
@@ -109,8 +112,50 @@ def spoken(
     return len(rows), seconds / 60, count
 
 
+RATE = 16_000
+SHORTEST = 1.0  # seconds of a prompt that is used: numbers and letters are shorter
+
+
+def prompts(source: Path) -> list[bytes]:
+    """The prompts of at least a second as samples of 16 bits, 16,000 a second, in a random order."""
+    from G722 import G722
+
+    found = []
+    for path in sorted(source.rglob("*.g722")):
+        samples = G722(RATE, 64_000).decode(path.read_bytes())
+        if len(samples) >= SHORTEST * RATE and max(map(abs, samples)) > 500:  # not the recorded silences
+            found.append(array.array("h", samples).tobytes())
+    random.Random(0).shuffle(found)
+    return found
+
+
+def with_prompts(folder: Path, spoken_ones: Path, given: Sequence[bytes], minutes: float) -> float:
+    """Prompts, and sentences spoken by espeak-ng to make up so many minutes; sound alone, without transcripts.
+
+    Returns:
+        Minutes of the prompts.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    seconds = 0.0
+    for number, samples in enumerate(given):
+        if seconds + len(samples) / 2 / RATE > 60 * minutes:
+            break
+        with wave.open(str(folder / f"prompt-{number:04d}.wav"), "wb") as file:
+            file.setparams((1, 2, RATE, 0, "NONE", ""))
+            file.writeframes(samples)
+        seconds += len(samples) / 2 / RATE
+    recorded_seconds = seconds
+    for path in sorted(spoken_ones.glob("*.wav")):
+        with wave.open(str(path)) as file:
+            seconds += file.getnframes() / file.getframerate()
+        if seconds > 60 * minutes:
+            break
+        (folder / path.name).write_bytes(path.read_bytes())
+    return recorded_seconds / 60
+
+
 def main() -> None:
-    """Write the three folders."""
+    """Write the folders."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("work", type=Path)
     parser.add_argument("--text", type=Path, required=True)
@@ -118,6 +163,7 @@ def main() -> None:
     parser.add_argument("--words", type=int, default=1000, help="of speech to score on")
     parser.add_argument("--uptraining", type=float, default=0, help="minutes of speech to train on")
     parser.add_argument("--recorded", type=Path, default=RECORDED, help="test data of pocketsphinx")
+    parser.add_argument("--prompts", type=Path, help="prompts of asterisk, to calibrate and train on")
     given = parser.parse_args()
     folder, texts = given.work / "speech", list(sentences(given.text, 0))
     print("real:", recorded(folder / "real", given.recorded), "words")
@@ -133,6 +179,16 @@ def main() -> None:
         )
         texts = texts[used:]
         print(f"{name}: {long:.1f} minutes, {said} words")
+    if given.prompts is None:
+        return
+    found = prompts(given.prompts)
+    used = len(found) // 4
+    for name, minutes, recordings in (
+        ("calibration", given.minutes, found[:used]),
+        ("uptraining", given.uptraining, found[used:]),
+    ):
+        long = with_prompts(folder / f"{name}-recorded", folder / name, recordings, minutes)
+        print(f"{name}-recorded: {minutes:.1f} minutes, {long:.1f} of them prompts")
 
 
 if __name__ == "__main__":

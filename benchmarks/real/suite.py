@@ -3,8 +3,9 @@
     python benchmarks/real/suite.py WORK NAME … [--text TEXT] [--train-text TEXT] [--uptrain] [--jobs N] [--seconds S]
 
 Names: smollm2 (WORK/models/smollm2-135m-mha back to 3 KV heads, to one that is thrice as wide, and to 1), smollm2-gqa (3 to
-1), annalog (8 to 4), whisper-tiny.en (6 to 3 and 2), whisper-base (8 to 4). Models come from `build.py`, recordings from
-`speech.py`, molecules from `smiles.py`. Rows that the file holds are not measured again: one that was stopped goes on.
+1), annalog (8 to 4), whisper-tiny.en (6 to 3 and 2), whisper-base (8 to 4), and both Whispers with `-recorded` (half their heads,
+calibrated and uptrained on recorded voices, too). Models come from `build.py`, recordings from `speech.py`, molecules from
+`smiles.py`. Rows that the file holds are not measured again: one that was stopped goes on.
 """
 
 from __future__ import annotations
@@ -82,18 +83,35 @@ def case(name: str, given: argparse.Namespace) -> Case:
         tokens = given.pair_tokens or "1M"
         rows = _seq2seq_rows(4, read, str(smiles / "calibration.jsonl"), tokens, RATES | OTHER_WAYS)
         return Case("annalog", 8, rows, {"molecules": scored})
-    speech, language = given.work / "speech", () if name.endswith(".en") else ("--source-lang", "en")
-    read = ("--calibration", str(speech / "calibration"), "--targets", "generate", *language)
+    return _whisper(name, given)
+
+
+RETRIED = ("--retry-temperatures", "0.2,0.4,0.6,0.8,1.0")
+
+
+def _whisper(name: str, given: argparse.Namespace) -> Case:
+    """Whisper, calibrated and uptrained on espeak-ng's voices, or on recorded ones too."""
+    model, recorded = name.removesuffix("-recorded"), name.endswith("-recorded")
+    speech, language = given.work / "speech", () if model.endswith(".en") else ("--source-lang", "en")
+    calibration, trained, words = "calibration", "uptraining", language
+    if recorded:
+        calibration, trained = f"{calibration}-recorded", f"{trained}-recorded"
+        words = (*language, *RETRIED)
+    read = ("--calibration", str(speech / calibration), "--targets", "generate", *words)
     data = {
         part: ("--data", str(speech / part), "--metrics", "wer,exact_match", *language)
         for part in ("synthetic", "real")
     }
+    data["retried"] = (*data["synthetic"], *RETRIED)
     rows = []
     ways = RATES | {way: words for way, words in OTHER_WAYS.items() if words}  # their default rate is 3e-5
-    for groups in (3, 2) if name == "whisper-tiny.en" else (4,):
-        data_of_run, tokens = str(speech / "uptraining"), given.pair_tokens or "300k"
-        rows += _seq2seq_rows(groups, read, data_of_run, tokens, ways, language)
-    return Case(name, 6 if name == "whisper-tiny.en" else 8, rows, data)
+    ways = RECORDED_RATES if recorded else ways
+    for groups in {"whisper-tiny.en": (3, 2), "whisper-tiny.en-recorded": (3,)}.get(name, (4,)):
+        data_of_run, tokens = str(speech / trained), given.pair_tokens or "300k"
+        rows += _seq2seq_rows(groups, read, data_of_run, tokens, ways, words)
+    if recorded:
+        rows = [row for row in rows if "calibrated" in row.name]  # without data all is as in the other file
+    return Case(model, 6 if model == "whisper-tiny.en" else 8, rows, data)
 
 
 def _smollm2(name: str, given: argparse.Namespace) -> Case:
@@ -121,6 +139,7 @@ def _smollm2(name: str, given: argparse.Namespace) -> Case:
 
 
 RATES = {" (rate 3e-5)": ("--learning-rate", "3e-5"), " (rate 1e-4)": ("--learning-rate", "1e-4")}
+RECORDED_RATES = {" (rate 3e-5)": ("--learning-rate", "3e-5"), " (rate 1e-5)": ("--learning-rate", "1e-5")}
 TURNS = {" (rate 3e-5)": 0, " (rate 1e-4)": 1}  # one of a conversion, which the other waits for
 OTHER_WAYS: dict[str, tuple[str, ...]] = {"": (), " (attention)": ("--train", "attention")}
 
@@ -229,6 +248,7 @@ class Measured:
             if (row.name, row.groups) not in known
             and (row.uptrain is None or given.uptrain)
             and (given.only is None or given.only in row.name)
+            and not any(text in row.name for text in given.without)
             and (given.groups is None or row.groups in (given.groups, self.case.heads))
         ]
 
@@ -344,6 +364,7 @@ def main() -> int:
     parser.add_argument("--calibration-tokens", type=int, help="as `convert` has it; its default otherwise")
     parser.add_argument("--fit", help="as `convert` has it")
     parser.add_argument("--only", help="rows whose name holds this")
+    parser.add_argument("--without", action="append", default=[], help="no rows whose name holds this")
     parser.add_argument("--groups", type=int, help="rows of so many KV heads")
     parser.add_argument("--uptrain", action="store_true", help="also the rows that are uptrained")
     parser.add_argument("--device", default="cpu", help="of every command")

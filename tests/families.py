@@ -29,6 +29,14 @@ MOONSHINE: dict[str, Any] = IDS | {
     "hidden_size": 96, "intermediate_size": 48, "encoder_num_hidden_layers": 1, "decoder_num_hidden_layers": 2,
     "encoder_num_attention_heads": H, "decoder_num_attention_heads": H, "decoder_start_token_id": 2,
 }  # fmt: skip
+MOONSHINE_STREAMING: dict[str, Any] = IDS | {
+    "hidden_size": 96, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": H, "num_key_value_heads": H,
+    "decoder_start_token_id": 2,
+    "encoder_config": {
+        "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 4,
+        "sliding_windows": [[8, 2]],
+    },
+}  # fmt: skip
 MUSICGEN: dict[str, Any] = {
     "text_encoder": {**T5, "model_type": "t5"},
     "audio_encoder": {
@@ -41,6 +49,12 @@ MUSICGEN: dict[str, Any] = {
         "bos_token_id": 64, "dropout": 0.0,
     },
 }  # fmt: skip
+MUSICGEN_MELODY = {
+    **MUSICGEN,
+    "decoder": MUSICGEN["decoder"] | {"model_type": "musicgen_melody_decoder"},
+    "num_chroma": 6,
+    "chroma_length": 5,
+}
 GPT2: dict[str, Any] = IDS | {
     "n_embd": 32, "n_layer": 2, "n_head": H, "n_positions": 64,
     "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
@@ -76,7 +90,9 @@ PICOS: dict[str, tuple[str, dict[str, Any]]] = {
         "moonshine",
         {**MOONSHINE, "pad_head_dim_to_multiple_of": 8, "attention_bias": True},
     ),
+    "moonshine_streaming": ("moonshine_streaming", MOONSHINE_STREAMING),
     "musicgen": ("musicgen", MUSICGEN),
+    "musicgen_melody": ("musicgen_melody", MUSICGEN_MELODY),
     "gpt2": ("gpt2", GPT2),
     "opt": ("opt", OPT),
     "opt-350m": ("opt", {**OPT, "do_layer_norm_before": False, "word_embed_proj_dim": 16}),
@@ -90,7 +106,7 @@ CASES = [
     (name, attention)
     for name, (model_type, _) in PICOS.items()
     for attention in (
-        ("eager",) if model_type in ("bloom", "mpt", "gpt_neo", "musicgen") else ("eager", "sdpa")
+        ("eager",) if model_type in ("bloom", "mpt", "gpt_neo", "musicgen", "musicgen_melody") else ("eager", "sdpa")
     )
 ]
 
@@ -123,12 +139,14 @@ def inputs(name: str, rows: int = 3) -> dict[str, Tensor]:
     def ids(length: int) -> Tensor:
         return torch.randint(3, 64, (rows, length), generator=generator)
 
+    if PICOS[name][0] == "musicgen_melody":  # rows of each codebook behind the text
+        return {"input_ids": ids(11), "decoder_input_ids": torch.cat([ids(7), ids(7)])}
     if not export_of(name).cross:
         return {"input_ids": ids(11)}
     if PICOS[name][0] == "whisper":
         return {"input_features": torch.randn(rows, 8, 24, generator=generator), "decoder_input_ids": ids(7)}
-    if PICOS[name][0] == "moonshine":
-        return {"input_values": torch.randn(rows, 3000, generator=generator), "decoder_input_ids": ids(7)}
+    if PICOS[name][0].startswith("moonshine"):
+        return {"input_values": torch.randn(rows, 3040, generator=generator), "decoder_input_ids": ids(7)}
     if PICOS[name][0] == "musicgen":  # rows of each codebook
         return {"input_ids": ids(11), "decoder_input_ids": torch.cat([ids(7), ids(7)])}
     return {"input_ids": ids(11), "decoder_input_ids": ids(7)}

@@ -22,6 +22,7 @@ from mha2gqa.modeling import (
     modeling_gqa_gpt2,
     modeling_gqa_gpt_neo,
     modeling_gqa_moonshine,
+    modeling_gqa_moonshine_streaming,
     modeling_gqa_musicgen,
     modeling_gqa_t5,
 )
@@ -34,6 +35,7 @@ MODULES = {
         modeling_gqa_gpt2,
         modeling_gqa_gpt_neo,
         modeling_gqa_moonshine,
+        modeling_gqa_moonshine_streaming,
         modeling_gqa_musicgen,
         modeling_gqa_t5,
     )
@@ -134,7 +136,9 @@ def padded(batch: dict[str, Tensor], left: bool) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("name", "attention"), [c for c in CASES if PICOS[c[0]][0] not in ("whisper", "moonshine")]
+    ("name", "attention"),
+    # Two hear sounds; a prefix that is padded takes the positions of what follows it, in the stock model as well.
+    [c for c in CASES if PICOS[c[0]][0] not in ("whisper", "moonshine", "moonshine_streaming", "musicgen_melody")],
 )
 def test_padding_changes_nothing(name: str, attention: str) -> None:
     gqa, _ = pair(name, attention)
@@ -164,7 +168,7 @@ def generate(model: nn.Module, name: str, **options: Any) -> Any:
 @pytest.mark.parametrize(("name", "attention"), CASES)
 @pytest.mark.parametrize("beams", [1, 3])
 def test_cached_decoding_equals_uncached_and_the_stock_model(name: str, attention: str, beams: int) -> None:
-    if beams > 1 and name == "musicgen":
+    if beams > 1 and name.startswith("musicgen"):
         pytest.skip("MusicGen decodes greedily or samples")
     gqa, stock = pair(name, attention)
     cached = generate(gqa, name, num_beams=beams)
@@ -180,7 +184,7 @@ def test_the_cache_holds_the_shared_heads_only(name: str) -> None:
     kinds = (
         {"self": cache.self_attention_cache, "cross": cache.cross_attention_cache}
         if export_of(name).cross
-        else {"self": cache}
+        else {"self": getattr(cache, "self_attention_cache", cache)}
     )
     for kind, part in kinds.items():
         layers = part.layers[:2]  # T5 makes as many as the encoder has

@@ -1,4 +1,7 @@
-"""Moonshine goes the whole way on recordings; MusicGen, which writes codes of sound, is converted and no more."""
+"""Moonshine goes the whole way on recordings; MusicGen, which writes codes of sound, is converted and no more.
+
+So is Moonshine Streaming, whose encoder wants frames.
+"""
 
 from __future__ import annotations
 
@@ -80,49 +83,58 @@ def test_silence_behind_samples_is_not_counted(moonshine: Path) -> None:
     assert abs(counted(input_values=padded, attention_mask=mask) - cut) <= 2 < whole - cut
 
 
-# --- MusicGen -----------------------------------------------------------------------------------------------
+# --- converted only -----------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def musicgen(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("musicgen") / "in"
-    stock_model("musicgen").save_pretrained(folder)
+UNREAD = {
+    "musicgen": "writes the codes of a sound codec",
+    "musicgen_melody": "writes the codes of a sound codec",
+    "moonshine_streaming": "takes sound in whole frames of 5 ms",
+}
+
+
+@pytest.fixture(scope="module", params=UNREAD)
+def unread(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder: Path = tmp_path_factory.mktemp("unread") / request.param
+    stock_model(request.param).save_pretrained(folder)
     return folder
 
 
-def test_musicgen_is_converted_in_its_decoder_alone(musicgen: Path, tmp_path: Path) -> None:
-    made = convert(musicgen, tmp_path / "out", 2)
+def test_they_are_converted_in_their_decoder_alone(unread: Path, tmp_path: Path) -> None:
+    made = convert(unread, tmp_path / "out", 2)
     assert [check.name for check in made.verification if check.ok] == [
         "files", "tensor names", "shapes", "modelling code", "loads", "twin oracles",
     ]  # fmt: skip
-    before, after = (load_config_json(folder) for folder in (musicgen, tmp_path / "out"))
-    counts = {"num_key_value_heads": 2, "num_cross_key_value_heads": 2}
-    assert after["decoder"] == before["decoder"] | counts and "num_key_value_heads" not in after
-    assert (
-        after["text_encoder"] == before["text_encoder"] and after["audio_encoder"] == before["audio_encoder"]
-    )
-    assert [layer.heads for layer in kv_layers(after)] == [2] * 4
-    assert [layer.heads for layer in kv_layers(before)] == [8] * 4
-    assert verify(tmp_path / "out", against=musicgen, full=True).ok
-    assert made.recommended == f"mha2gqa verify {tmp_path / 'out'} --against {musicgen} --full"
+    before, after = (load_config_json(folder) for folder in (unread, tmp_path / "out"))
+    melody = unread.name == "musicgen_melody"  # whose decoder has no cross-attention
+    counts = {"num_key_value_heads": 2} | ({} if melody else {"num_cross_key_value_heads": 2})
+    if unread.name == "moonshine_streaming":
+        assert counts.items() <= after.items() and after["encoder_config"] == before["encoder_config"]
+    else:
+        assert after["decoder"] == before["decoder"] | counts and "num_key_value_heads" not in after
+        assert all(after[part] == before[part] for part in ("text_encoder", "audio_encoder"))
+    assert [layer.heads for layer in kv_layers(after)] == [2] * (2 if melody else 4)
+    assert [layer.heads for layer in kv_layers(before)] == [8] * (2 if melody else 4)
+    assert verify(tmp_path / "out", against=unread, full=True).ok
+    assert made.recommended == f"mha2gqa verify {tmp_path / 'out'} --against {unread} --full"
     assert any("converted without data, and not measured" in warning for warning in made.warnings)
     small = load_model(tmp_path / "out", device="cpu")
-    assert type(small).__name__ == "GqaMusicgenForConditionalGeneration"
+    assert type(small).__name__ == f"Gqa{type(stock_model(unread.name)).__name__}"
 
 
-def test_nothing_is_read_for_musicgen_and_plan_says_so(musicgen: Path, tmp_path: Path) -> None:
-    reason = "writes the codes of a sound codec"
+def test_nothing_is_read_for_them_and_plan_says_so(unread: Path, tmp_path: Path) -> None:
+    reason = UNREAD[unread.name]
     pairs = tmp_path / "pairs.jsonl"
     pairs.write_text('{"source": "w1", "target": "w2"}\n')
-    found = plan(musicgen, groups=2)
+    found = plan(unread, groups=2)
     assert any(reason in warning for warning in found.warnings) and "--calibration" not in found.recommended
     assert found.calibration == {} and found.memory["sets"] == {}
     assert "Uptraining" not in render(found.to_dict())
     for refused in (
-        lambda: convert(musicgen, tmp_path / "out", 2, calibration=[str(pairs)]),
-        lambda: convert_model(stock_model("musicgen"), 2, calibration=torch.zeros(4, 8, dtype=torch.long)),
-        lambda: evaluate([str(musicgen)], str(pairs)),
-        lambda: uptrain(str(musicgen), str(tmp_path / "up"), [str(pairs)], tokens=100),
+        lambda: convert(unread, tmp_path / "out", 2, calibration=[str(pairs)]),
+        lambda: convert_model(stock_model(unread.name), 2, calibration=torch.zeros(4, 8, dtype=torch.long)),
+        lambda: evaluate([str(unread)], str(pairs)),
+        lambda: uptrain(str(unread), str(tmp_path / "up"), [str(pairs)], tokens=100),
     ):
         with pytest.raises(UnsupportedModelError, match=reason):
             refused()

@@ -66,6 +66,15 @@ MOONSHINE = AttentionSpec(
     ),
 )
 
+MOONSHINE_STREAMING = replace(
+    MOONSHINE,
+    rotary_default=0.8,
+    heads_key="num_attention_heads",
+    layers_key="num_hidden_layers",
+    variants=_both_kinds("num_attention_heads"),
+    unread="its encoder takes sound in whole frames of 5 ms, and recordings are not cut into such frames here",
+)
+
 MUSICGEN = AttentionSpec(
     modules=BART.modules,
     prefixes=("decoder.model.", "model."),
@@ -75,6 +84,13 @@ MUSICGEN = AttentionSpec(
     config_path=("decoder",),
     variants=_both_kinds("num_attention_heads"),
     unread="its decoder writes the codes of a sound codec, several at a time, and only text and transcripts are read here",
+)
+
+# What the text and the melody encoder give is a prefix of the decoder's own states: there is no cross-attention.
+MUSICGEN_MELODY = replace(
+    MUSICGEN,
+    modules=(("self", "decoder.layers.{layer}.self_attn"),),
+    variants=_both_kinds("num_attention_heads")[:1],
 )
 
 GPT2 = AttentionSpec(
@@ -146,7 +162,9 @@ STOCK: dict[str, AttentionSpec] = {
     "umt5": replace(T5, permutable="layer"),
     **dict.fromkeys(("bart", "mbart", "pegasus", "marian", "m2m_100", "whisper"), BART),
     "moonshine": MOONSHINE,
+    "moonshine_streaming": MOONSHINE_STREAMING,
     "musicgen": MUSICGEN,
+    "musicgen_melody": MUSICGEN_MELODY,
     "gpt2": GPT2,
     "opt": OPT,
     "gpt_neo": GPT_NEO,

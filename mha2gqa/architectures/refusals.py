@@ -29,7 +29,7 @@ _BY_REASON: dict[str, tuple[str, ...]] = {
     _IGNORES: (
         "bigbird_pegasus", "blenderbot", "blenderbot-small", "cpmant", "ctrl",
         "fsmt", "git", "gpt_neox_japanese", "hrm_text", "led", "longt5", 
-        "modernbert-decoder", "musicgen_melody", "mvp", "nllb-moe",
+        "modernbert-decoder", "mvp", "nllb-moe",
         "openai-gpt", "pegasus_x", "persimmon", "plbart", "prophetnet", "seamless_m4t",
         "seamless_m4t_v2", "speech_to_text", "speecht5", "switch_transformers", "trocr", "udop",
         "xglm", "xlnet", "idefics", "pop2piano",
@@ -47,9 +47,6 @@ REFUSED: dict[str, str] = {
     "jetmoe": (
         "its query heads are experts: their number is num_key_value_heads x num_experts_per_tok, so fewer "
         "KV heads would also take query heads away"
-    ),
-    "moonshine_streaming": (
-        "its class shapes the queries by the KV-head count, so it cannot run with fewer KV heads than query heads"
     ),
     "zaya": (
         "its keys are mixed with the queries of their own group before attention, so a shared key head cannot "

@@ -1,4 +1,4 @@
-"""MusicGen with grouped-query attention (GQA) in its decoder.
+"""MusicGen and MusicGen Melody with grouped-query attention (GQA) in their decoder.
 
 Self-contained: it needs torch and transformers >= 4.57 only and travels beside a converted checkpoint. Only the
 decoder's k and v projections (self-attention, cross-attention or both) are narrower than in the stock class; the text
@@ -17,10 +17,14 @@ from transformers import (
     MusicgenConfig,
     MusicgenForCausalLM,
     MusicgenForConditionalGeneration,
+    MusicgenMelodyConfig,
+    MusicgenMelodyForCausalLM,
+    MusicgenMelodyForConditionalGeneration,
     PretrainedConfig,
 )
 from transformers.masking_utils import eager_mask
 from transformers.models.musicgen.configuration_musicgen import MusicgenDecoderConfig
+from transformers.models.musicgen_melody.configuration_musicgen_melody import MusicgenMelodyDecoderConfig
 
 # --- the same lines in every exported file that uses the attention interface ---------------------------
 
@@ -132,4 +136,50 @@ class GqaMusicgenForConditionalGeneration(MusicgenForConditionalGeneration):
             # MusicGen's config makes a stock decoder config of what it is given.
             config.decoder.__class__ = GqaMusicgenDecoderConfig
             decoder = GqaMusicgenForCausalLM._from_config(config.decoder)
+        super().__init__(config, text_encoder, audio_encoder, decoder)
+
+
+# --- MusicGen Melody: text and melody are a prefix of the decoder's own states -------------------------
+
+
+class GqaMusicgenMelodyDecoderConfig(EagerGqa, MusicgenMelodyDecoderConfig):
+    """MusicGen Melody's decoder with `num_key_value_heads`."""
+
+    num_key_value_heads: int | None = None
+
+
+class GqaMusicgenMelodyConfig(MusicgenMelodyConfig):
+    """MusicGen Melody whose `decoder` has `num_key_value_heads`."""
+
+    model_type = "gqa_musicgen_melody"
+
+
+class GqaMusicgenMelodyForCausalLM(MusicgenMelodyForCausalLM):
+    """MusicGen Melody's decoder with grouped-query attention."""
+
+    config: GqaMusicgenMelodyDecoderConfig
+
+    def __init__(self, config: GqaMusicgenMelodyDecoderConfig) -> None:
+        super().__init__(config)
+        for layer in self.model.decoder.layers:
+            share_heads(layer.self_attn, config.num_key_value_heads)
+        self.post_init()
+
+
+class GqaMusicgenMelodyForConditionalGeneration(MusicgenMelodyForConditionalGeneration):
+    """MusicGen Melody with grouped-query attention in its decoder."""
+
+    config: GqaMusicgenMelodyConfig
+
+    def __init__(
+        self,
+        config: GqaMusicgenMelodyConfig | None = None,
+        text_encoder: Any = None,
+        audio_encoder: Any = None,
+        decoder: Any = None,
+    ) -> None:
+        if config is not None and decoder is None:
+            # Its config makes a stock decoder config of what it is given.
+            config.decoder.__class__ = GqaMusicgenMelodyDecoderConfig
+            decoder = GqaMusicgenMelodyForCausalLM._from_config(config.decoder)
         super().__init__(config, text_encoder, audio_encoder, decoder)

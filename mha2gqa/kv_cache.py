@@ -347,7 +347,9 @@ def _encoder_decoder(text: Mapping[str, Any], values: Any) -> tuple[KVLayer, ...
         stated = values
     own, cross = (heads, heads) if stated is None else _own_and_cross(stated, heads)
     export = EXPORTS.get(str(text.get("model_type")).removeprefix(PREFIX))
-    if export is not None and not export.cross:  # MusicGen Melody: what is encoded is a prefix of the decoder's states
+    if (
+        export is not None and not export.cross
+    ):  # MusicGen Melody: what is encoded is a prefix of the decoder's states
         return (KVLayer(own, dim, dim),) * layers
     cross_dim = optional(getattr(values, "cross_head_dim", None), "cross_head_dim") or dim
     return (KVLayer(own, dim, dim), KVLayer(cross, cross_dim, cross_dim, cross=True)) * layers

@@ -106,7 +106,9 @@ CASES = [
     (name, attention)
     for name, (model_type, _) in PICOS.items()
     for attention in (
-        ("eager",) if model_type in ("bloom", "mpt", "gpt_neo", "musicgen", "musicgen_melody") else ("eager", "sdpa")
+        ("eager",)
+        if model_type in ("bloom", "mpt", "gpt_neo", "musicgen", "musicgen_melody")
+        else ("eager", "sdpa")
     )
 ]
 

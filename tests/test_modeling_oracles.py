@@ -138,7 +138,11 @@ def padded(batch: dict[str, Tensor], left: bool) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("name", "attention"),
     # Two hear sounds; a prefix that is padded takes the positions of what follows it, in the stock model as well.
-    [c for c in CASES if PICOS[c[0]][0] not in ("whisper", "moonshine", "moonshine_streaming", "musicgen_melody")],
+    [
+        c
+        for c in CASES
+        if PICOS[c[0]][0] not in ("whisper", "moonshine", "moonshine_streaming", "musicgen_melody")
+    ],
 )
 def test_padding_changes_nothing(name: str, attention: str) -> None:
     gqa, _ = pair(name, attention)

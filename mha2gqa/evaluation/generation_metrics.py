@@ -72,6 +72,7 @@ class Texts:
         metrics: Which are computed.
         normalise: Applied to transcripts before words are compared.
         tokenizer: Of BLEU.
+        retry_temperatures: At which texts that repeat themselves were written again.
     """
 
     places: Sequence[str]
@@ -79,6 +80,7 @@ class Texts:
     metrics: Sequence[str]
     normalise: Callable[[str], str]
     tokenizer: str = "13a"
+    retry_temperatures: tuple[float, ...] = ()
 
 
 def bleu_tokenizer(language: str | None) -> str:
@@ -126,7 +128,10 @@ def compare_texts(
     rows = zip(texts.places, texts.references, written, strict=True)
     shown = [GeneratedText(*row) for row, _ in zip(rows, range(SHOWN), strict=False)]
     looped = int(loops(written).sum()) if "wer" in texts.metrics else None
-    return Generation(len(written), **found, looped=looped, paired=paired, shown=shown)
+    tries = texts.retry_temperatures
+    return Generation(
+        len(written), **found, looped=looped, paired=paired, shown=shown, retry_temperatures=tries
+    )
 
 
 def loops(written: Sequence[str]) -> np.ndarray:

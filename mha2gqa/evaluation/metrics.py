@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from array import array
 from typing import TYPE_CHECKING, Any
 
@@ -260,12 +259,11 @@ def add_generation(result: EvaluateResult, setup: ResolvedConfig) -> None:
         setup.metrics,
         normaliser(base.encoder),
         bleu_tokenizer(base.encoder.options.target_language),
+        base.encoder.options.retry_temperatures,
     )
     for entry, model in zip(setup.entries, result.models, strict=True):
         original = None if entry is base else base.texts
-        generation = compare_texts(texts, entry.texts, original, base.name, setup.config.seed)
-        tries = tuple(setup.config.retry_temperatures)
-        model.generation = replace(generation, retry_temperatures=tries)
+        model.generation = compare_texts(texts, entry.texts, original, base.name, setup.config.seed)
 
 
 def _model(

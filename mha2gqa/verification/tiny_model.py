@@ -223,8 +223,9 @@ def tiny_inputs(config: Mapping[str, Any]) -> dict[str, Tensor]:
     """Tokens, and for an encoder-decoder what its encoder reads."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(3, _VOCAB, (2, 12), generator=generator)
-    if (
-        config.get("model_type") in ("musicgen_decoder", "musicgen_melody_decoder")
+    if config.get("model_type") in (
+        "musicgen_decoder",
+        "musicgen_melody_decoder",
     ):  # rows of each codebook, and what the text encoder gives
         ids = torch.randint(3, _VOCAB, (2 * config["num_codebooks"], 12), generator=generator)
         return {

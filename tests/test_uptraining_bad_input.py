@@ -22,6 +22,7 @@ from mha2gqa.errors import UsageError
 from mha2gqa.uptraining.run_dir import RunDirectory
 
 WORDS = ["--window=16", "--batch-tokens=64", "--device=cpu", "--holdout=0.1"]
+ZERO3 = Path(__file__).parents[1] / "examples" / "deepspeed_zero3.json"
 Call = Callable[..., str]
 
 
@@ -193,11 +194,45 @@ def test_teacher_of_another_vocabulary(error, tmp_path):
 
 
 def test_deepspeed_that_is_not_installed(error, monkeypatch):
-    from mha2gqa.uptraining import arguments
+    from mha2gqa.uptraining import deepspeed_config
 
-    monkeypatch.setattr(arguments, "find_spec", lambda name: None)
+    monkeypatch.setattr(deepspeed_config, "find_spec", lambda name: None)
     assert "deepspeed: needs the package deepspeed; pip install deepspeed" in error(
-        "--tokens=256", "--set", "deepspeed=zero3.json", code=2
+        "--tokens=256", "--set", f"deepspeed={ZERO3}", code=2
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "words", "message"),
+    [
+        (
+            {"offload_optimizer": {"device": "cpu"}},
+            [],
+            "deepspeed offload_optimizer: not possible: offload is proven",
+        ),
+        ({"stage": 3, "offload_param": {"device": "nvme"}}, [], "deepspeed offload_param: not possible"),
+        (
+            {"stage": 2, "cpu_offload": True},
+            [],
+            "use --set fsdp=true --set 'fsdp_config={\"cpu_offload\": true}'",
+        ),
+        (
+            {"offload_param": {"device": "none"}},
+            ["--teacher-dtype=int8"],
+            "int8: not possible with deepspeed",
+        ),
+        ([3], [], "deepspeed zero_optimization: must hold settings, not [3]"),
+    ],
+)
+def test_what_nobody_has_proven_of_deepspeed(error, tmp_path, settings, words, message):
+    text = json.dumps({"zero_optimization": settings})
+    assert message in error("--tokens=256", *words, "--set", f"deepspeed={text}", code=2)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_config_of_deepspeed_that_is_not_there(error):
+    assert "nowhere.json: no such file; give its config as a JSON file" in error(
+        "--tokens=256", "--set", "deepspeed=nowhere.json", code=1
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,12 @@ from transformers import Trainer, TrainingArguments
 from transformers.integrations.integration_utils import get_reporting_integration_callbacks
 from transformers.training_args import OptimizerNames
 
-from ..checkpoints.json_files import parse_json, read_json
 from ..config import OptionError, UptrainConfig
 from ..distributed import is_launched, world_size
-from ..errors import CheckpointError, UsageError, quoted
+from ..errors import UsageError, quoted
 from .budget import Budget
+from .deepspeed_config import check_deepspeed
+from .json_settings import read_settings
 from .model_prep import OWN_LOSS, require_liger
 
 MICRO_BATCH_TOKENS = {"cpu": 4096, "default": 16_384}
@@ -132,34 +132,11 @@ def offloads(extra: Mapping[str, Any]) -> bool:
         UsageError: `fsdp_config` cannot be read, or says neither yes nor no.
         CheckpointError: It is a file, and cannot be read.
     """
-    config = extra.get("fsdp_config") or {}
-    if isinstance(config, str):
-        config = _settings(config)
-    if not isinstance(config, Mapping):
-        raise UsageError(f"must hold settings, not {quoted(config)}", where="fsdp_config", fix=_FSDP_FIX)
+    config = read_settings(extra.get("fsdp_config") or {}, "fsdp_config", _FSDP_FIX)
     asked = config.get("cpu_offload", config.get("fsdp_cpu_offload", False))
     if not isinstance(asked, bool):
         raise UsageError(f"must be true or false, not {quoted(asked)}", where="fsdp_config cpu_offload")
     return bool(extra.get("fsdp")) and (asked or "offload" in str(extra["fsdp"]))
-
-
-def _settings(text: str) -> Any:
-    """The settings of `fsdp_config`: JSON, or a file of it.
-
-    Raises:
-        UsageError: The text is not JSON.
-        CheckpointError: The file cannot be read.
-    """
-    if not text.lstrip().startswith(("{", "[")):
-        if not Path(text).exists():
-            raise CheckpointError("no such file", where=text, fix=_FSDP_FIX)
-        return read_json(Path(text), fix=_FSDP_FIX)
-    try:
-        return parse_json(text)
-    except ValueError as error:
-        raise UsageError(
-            f"is not JSON ({error})", where=f"fsdp_config {quoted(text)}", fix=_FSDP_FIX
-        ) from error
 
 
 def backend(on_cpu: bool, offload: bool) -> str | None:
@@ -183,8 +160,8 @@ def build_arguments(
             where="fsdp",
             fix="start with torchrun --nproc_per_node N -m mha2gqa uptrain …, or leave fsdp out",
         )
-    if extra.get("deepspeed") and find_spec("deepspeed") is None:
-        raise UsageError("needs the package deepspeed", where="deepspeed", fix="pip install deepspeed")
+    if extra.get("deepspeed"):
+        check_deepspeed(extra["deepspeed"], config.teacher_dtype)
     if extra.get("use_liger_kernel"):
         require_liger()
         extra["liger_kernel_config"] = dict(extra.get("liger_kernel_config") or {}) | OWN_LOSS

@@ -122,6 +122,9 @@ def try_mode(mode: str, place: Path) -> None:
     begun = (
         {"fsdp_config": {"cpu_offload": True}} if mode == "fsdp" else {}
     )  # on the host, until it was killed
+    if mode == "fsdp":  # layers are traced as for a compiler, and run as they are
+        sharded["torch_compile"] = True
+        torch.compile = partial(torch.compile, backend="eager")  # type: ignore[assignment]
     if mode == "offload":
         sharded["fsdp_config"] = {"cpu_offload": True}
     if mode == "zero3":

@@ -1,4 +1,4 @@
-"""Two processes (gloo): DDP, FSDP2 (also with its state on the host) and ZeRO-3 give the curve, the resumed run and the checkpoint of one process."""
+"""Two processes (gloo): DDP, FSDP2 (of compiled layers, and with its state on the host) and ZeRO-3 give the curve, the resumed run and the checkpoint of one process."""
 
 from __future__ import annotations
 

@@ -216,7 +216,7 @@ class UptrainConfig(PairConfig):
     )
     torch_compile: bool | None = option(
         None,
-        "Compile the decoder layers.",
+        "Compile the decoder layers, once for all of them; the loss beside them. Weights keep their names.",
         ADVANCED,
         unset="on a GPU where the run is long enough to gain",
     )

@@ -167,11 +167,12 @@ def test_blocks_read_one_by_one_give_what_the_model_in_memory_gives(
     assert not (tmp_path / "out.convert").exists()
 
 
-def test_every_block_is_loaded_once_and_alone(
-    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("ahead", [True, False])
+def test_every_block_is_loaded_once_and_at_most_the_next_one_beside_it(
+    ahead: bool, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = save(llama(), tmp_path / "source")
-    loaded, most = [], 0
+    loaded, most = [], [0, 0]
     load, visit = CheckpointLayers.load, Fitter.visit
 
     def noting(self: CheckpointLayers, block: str) -> None:
@@ -180,17 +181,42 @@ def test_every_block_is_loaded_once_and_alone(
         load(self, block)
 
     def counting(self: Fitter, pairs: Any) -> Any:
-        nonlocal most
-        for model in (self.teacher.model, self.student.model):
+        for i, model in enumerate((self.teacher.model, self.student.model)):
             present = [b for b in model.model.layers if not any(p.is_meta for p in b.parameters())]
-            most = max(most, len(present))
+            most[i] = max(most[i], len(present))
         return visit(self, pairs)
 
     monkeypatch.setattr(CheckpointLayers, "load", noting)
     monkeypatch.setattr(Fitter, "visit", counting)
+    if not ahead:  # as with layers of many GB
+        monkeypatch.setattr(walk, "AHEAD_BYTES", 1)
     mha2gqa.convert(source, tmp_path / "out", 2, calibration=[text], **OPTIONS)
     assert loaded == [f"model.layers.{i}" for i in range(LAYERS)]
-    assert most == 1
+    assert most == [2 if ahead else 1, 1]
+
+
+@pytest.mark.parametrize("name", ["llama", "windows"])
+def test_searching_while_the_block_before_is_fitted_changes_no_byte(
+    name: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    source = save(MODELS[name](), tmp_path / "source")
+    begun: list[list[str]] = []
+    begin = walk.SearchBeside.__init__
+
+    def noting(
+        self: Any, plan: Any, read: Any, statistics: Any, options: Any, modules: Any, ranks: Any
+    ) -> None:
+        begun.append([module.path for module in modules])
+        begin(self, plan, read, statistics, options, modules, ranks)
+
+    monkeypatch.setattr(walk.SearchBeside, "__init__", noting)
+    beside = mha2gqa.convert(source, tmp_path / "beside", 2, calibration=[text], **OPTIONS)
+    assert begun == [[row["path"]] for row in beside.layers[1:]]
+    monkeypatch.setattr(walk, "AHEAD_BYTES", 1)
+    after = mha2gqa.convert(source, tmp_path / "after", 2, calibration=[text], **OPTIONS)
+    assert len(begun) == len(beside.layers) - 1
+    assert same(tmp_path / "beside", tmp_path / "after") and beside.layers == after.layers
 
 
 @pytest.mark.parametrize("layer", [1, *(pytest.param(at, marks=pytest.mark.slow) for at in (0, LAYERS - 1))])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -20,7 +22,7 @@ from ..reconstruct.ranks import Ranks
 from .calibration_options import CalibrationOptions
 from .plan import Groupings, ModulePlan, Plan
 from .rewrite import check_finite, merge_context
-from .workers import Workers, workers
+from .workers import Workers, own_workers, workers
 
 ReportFields = dict[str, dict[str, Any]]  # module path -> further fields of its report
 Read = Callable[[str], Tensor]
@@ -61,6 +63,45 @@ def grouped(
     return plan.regrouped(groupings), fields
 
 
+class SearchBeside:
+    """A search that runs on cores of this process while it does something else, as the fits of another block on a GPU.
+
+    It is not shared with other processes, whose sums would get into each other's way; the groupings are the same.
+
+    Args:
+        plan: With neighbours.
+        read: Tensor name -> tensor; what is needed of them is read at once.
+        statistics: Moments, if there are any.
+        options: `grouping` is `search`.
+        modules: Those of the plan that are searched.
+        ranks: The processes that do this at the same time.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        read: Read,
+        statistics: Statistics | None,
+        options: CalibrationOptions,
+        modules: Sequence[ModulePlan],
+        ranks: Ranks,
+    ) -> None:
+        objective = partial(_objective, plan, read=read, statistics=statistics, options=options)
+        problems = _problems(plan, [m for m in modules if _free(plan, m)])
+        stated = [[(member, objective(member).costs_only()) for member in members] for members in problems]
+        self.ranks, self._open = ranks, ExitStack()
+        driver = self._open.enter_context(ThreadPoolExecutor(1))
+        team = self._open.enter_context(own_workers(ranks))
+        self._begun = [driver.submit(_search, plan.method, each, options.seed, team) for each in stated]
+
+    def __call__(self, plan: Plan) -> tuple[Plan, ReportFields]:
+        """`plan` with the groupings found, which are waited for; every process has to ask at the same time."""
+        with self._open:
+            answers = self.ranks.agree([search.result() for search in self._begun])
+        groupings, fields = _told(answers)
+        return plan.regrouped({m.path: m.grouping for m in plan.modules} | groupings), fields
+
+
 def _searched(
     plan: Plan,
     modules: Sequence[ModulePlan],
@@ -70,8 +111,6 @@ def _searched(
     ranks: Ranks,
 ) -> tuple[Groupings, ReportFields]:
     """The best groupings found: one for each module, or one for all where heads may only move together."""
-    found: dict[str, heads.Grouping] = {s.path: s.grouping for s in plan.modules}
-    fields: ReportFields = {}
     problems = _problems(plan, [m for m in modules if _free(plan, m)])
     with workers(ranks) as team:
         few = sum(map(len, problems)) < team.count  # one cost a thread then, else one search a thread
@@ -88,10 +127,18 @@ def _searched(
             answers.append(job())
         if not few:
             answers = [answer for part in ranks.gather(answers) for answer in part]
-    for best, errors in answers:
-        for path, error in errors.items():
-            found[path] = best
-            fields[path] = {"relative_error_neighbours": error, "residual_neighbours": error}
+    found, fields = _told(answers)
+    return {s.path: s.grouping for s in plan.modules} | found, fields
+
+
+def _told(answers: Sequence[Found]) -> tuple[Groupings, ReportFields]:
+    """The grouping of each module that was searched, and further fields of its report."""
+    found = {path: best for best, errors in answers for path in errors}
+    fields: ReportFields = {
+        path: {"relative_error_neighbours": error, "residual_neighbours": error}
+        for _, errors in answers
+        for path, error in errors.items()
+    }
     return found, fields
 
 

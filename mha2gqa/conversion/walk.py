@@ -1,7 +1,8 @@
 """The layer walk: measure, group, merge and fit one decoder block after the other, on the streams of both models.
 
-Only one block of the original and of the converted model has its weights on the device. Where the original is in
-memory as a whole, the walk is the same and its blocks simply stay.
+Only one block of the original and of the converted model has its weights on the device, and while it is fitted the
+original's next one, whose groupings are searched meanwhile. Where the original is in memory as a whole, the walk is the
+same and its blocks simply stay.
 """
 
 from __future__ import annotations
@@ -45,12 +46,13 @@ from .inputs import Inputs, held_out_loss
 from .measured import Measured
 from .plan import ModulePlan, Plan
 from .rewrite import ModuleConverter
-from .search import grouped
+from .search import SearchBeside, grouped
 from .storing import result_spec
 from .validation import Validation
 from .work_dir import FinishedBlock, WorkDir
 
 logger = logging.getLogger("mha2gqa")
+AHEAD_BYTES = 4 << 30  # a block of more weights than this is not looked at before its turn
 OBSERVED = "observed"  # the blocks' arguments under the attention function that is observed
 
 
@@ -97,6 +99,7 @@ class Walk:
         self.warnings: list[str] = []
         self.done = 0  # blocks that an earlier run has finished
         self.grouped_already = False
+        self.begun: dict[str, SearchBeside] = {}  # searches for blocks to come, by block
         self.student = empty_copy(self.teacher, plan)
         if not layers.resident:
             place(self.student, layers.device)
@@ -222,7 +225,7 @@ class Walk:
         if self.original.chained:
             if not self.grouped_already:
                 self._measure(block)
-                self._group(self._modules(block))
+                self._group(self._modules(block), self.begun.pop(block, None))
             changed = self._merge(block)
             if self.kept is not None:
                 with self.clock("validation"):
@@ -253,7 +256,7 @@ class Walk:
     def _measure(self, block: str) -> None:
         """Second moments of the modules of a block, on the original's stream."""
         paths = self.of_block[block]
-        if self.given or self.plan.method not in CALIBRATED or not paths:
+        if self.given or self.plan.method not in CALIBRATED or not paths or block in self.begun:
             return
         with self.clock("statistics"):
             modules = self._modules(block)
@@ -312,13 +315,44 @@ class Walk:
 
     # --- what is merged ----------------------------------------------------------------------------------
 
-    def _group(self, modules: tuple[ModulePlan, ...] | list[ModulePlan]) -> None:
-        """Search which heads of these modules share; the ranks search together."""
+    def _group(
+        self, modules: tuple[ModulePlan, ...] | list[ModulePlan], begun: SearchBeside | None = None
+    ) -> None:
+        """Search which heads of these modules share: the ranks together, or as it has been begun."""
         with self.clock("grouping"):
             read = partial(self.weights.read_anywhere, at=self.original.at)
-            self.plan, fields = grouped(self.plan, read, self._moments(), self.options, modules, self.ranks)
+            if begun is None:
+                self.plan, fields = grouped(
+                    self.plan, read, self._moments(), self.options, modules, self.ranks
+                )
+            else:
+                self.plan, fields = begun(self.plan)
             for path, gained in fields.items():
                 self.reports[path] = dict(gained)
+
+    def _look_ahead(self) -> None:
+        """Measure the next block and begin its search, which takes cores and no GPU: the fits of this one follow."""
+        assert self.fitter is not None
+        number, outputs = self.original.at + 1, self.fitter.outputs
+        if outputs is None or not self._searches_ahead(number):
+            return
+        block = self.blocks[number]
+        with self.clock("loading"):
+            self.layers.load(block)
+        with self.original.ahead(outputs):
+            self._measure(block)
+        with self.clock("grouping"):
+            read = partial(self.weights.read_anywhere, at=number)
+            self.begun[block] = SearchBeside(
+                self.plan, read, self._moments(), self.options, self._modules(block), self.ranks
+            )
+
+    def _searches_ahead(self, number: int) -> bool:
+        """Whether the groupings of this block are searched, on their own, and its weights may lie beside another's."""
+        if number == len(self.blocks) or self.grouped_already or self.options.how(self.plan) != "search":
+            return False
+        weights = self.teacher.get_submodule(self.blocks[number]).parameters()
+        return self.layers.resident or sum(p.numel() * p.element_size() for p in weights) <= AHEAD_BYTES
 
     def _merge(self, block: str) -> list[str]:
         """Merge the modules of a block into the converted model's."""
@@ -350,6 +384,8 @@ class Walk:
         assert self.fitter is not None
         with self.clock("fit"):
             self.fitter.enter()
+        self._look_ahead()
+        with self.clock("fit"):
             for fit in self.fitter.visit(self._pairs(block)):
                 self.fits.append(fit)
                 errors = {

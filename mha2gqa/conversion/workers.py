@@ -56,6 +56,14 @@ def workers(ranks: Ranks) -> Iterator[Workers]:
         torch.set_num_threads(own)
 
 
+@contextmanager
+def own_workers(ranks: Ranks) -> Iterator[Workers]:
+    """Threads of this process alone, which leave torch's own threads as they are; every process has to open it."""
+    threads = _threads(torch.get_num_threads(), ranks)
+    with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        yield Workers(pool, threads, Ranks())
+
+
 def _threads(own: int, ranks: Ranks) -> int:
     """Threads that a search may take in this process.
 

@@ -176,6 +176,11 @@ class Fitter:
         self._outputs: RowStore | None = None
         self._spare: RowStore | None = None
 
+    @property
+    def outputs(self) -> RowStore | None:
+        """What the original's block returns, where `enter` has computed it and the next block reads just that."""
+        return self._outputs if self.teacher.chained else None
+
     def enter(self) -> None:
         """Compute what the original's block returns, where blocks are fitted to that."""
         self._outputs = None

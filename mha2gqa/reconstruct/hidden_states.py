@@ -331,6 +331,22 @@ class Stream:
             self.rows[name] = outputs or self.outputs(self.rows[name])
         self.at += 1
 
+    @contextlib.contextmanager
+    def ahead(self, outputs: RowStore) -> Iterator[None]:
+        """While open, the stream is past the current block, as `advance` would move it.
+
+        Args:
+            outputs: What the block returned, from `outputs`.
+        """
+        name = next(iter(self.rows))
+        here, self.rows[name] = self.rows[name], outputs
+        self.at += 1
+        try:
+            yield
+        finally:
+            self.rows[name] = here
+            self.at -= 1
+
     def jump(self, hidden: Tensor, like: Stream) -> None:
         """Move past the current block without running it.
 

@@ -101,12 +101,16 @@ def calibration_price(
     ) * fit.batch_tokens  # what is frozen has no gradient of its own
     regression = fit.steps * step / FIT_FLOPS
     serial = 2 * layer.parameters * itemsize / LOAD_BYTES_PER_SECOND
-    closed = serial + share * (statistics + refit + layer.search / SEARCH_RATE)
+    search = share * layer.search / SEARCH_RATE
+    closed = serial + share * (statistics + refit)
     weights = (2 * layer.parameters + layer.kept + layer.outside) * itemsize
     # Activations of a layer: of its forward, and for its backward.
     batch = fit.batch_tokens * share * itemsize / 2
     forward = weights + batch * (6 * layer.widest + 12 * layer.hidden)
-    backward = weights + TRAINED_BYTES * layer.trained + batch * (8 * layer.widest + 32 * layer.hidden)
+    following = layer.parameters * itemsize  # the next layer's, whose groupings are searched meanwhile
+    backward = (
+        weights + following + TRAINED_BYTES * layer.trained + batch * (8 * layer.widest + 32 * layer.hidden)
+    )
     return {
         "tokens": tokens,
         "gpus": gpus,
@@ -114,8 +118,8 @@ def calibration_price(
         "trained": fit.train,
         "host_bytes": STREAMS * tokens * layer.hidden * itemsize,
         "disk_bytes": count * layer.trained * itemsize,
-        "regression": _stage(count * (closed + share * regression), backward, gpu_memory),
-        "closed_form": _stage(count * closed, forward, gpu_memory),
+        "regression": _stage(count * (closed + max(search, share * regression)), backward, gpu_memory),
+        "closed_form": _stage(count * (closed + search), forward, gpu_memory),
     }
 
 

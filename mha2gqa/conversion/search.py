@@ -99,7 +99,7 @@ class SearchBeside:
         with self._open:
             answers = self.ranks.agree([search.result() for search in self._begun])
         groupings, fields = _told(answers)
-        return plan.regrouped({m.path: m.grouping for m in plan.modules} | groupings), fields
+        return plan.regrouped(_all_with(plan, groupings)), fields
 
 
 def _searched(
@@ -128,12 +128,17 @@ def _searched(
         if not few:
             answers = [answer for part in ranks.gather(answers) for answer in part]
     found, fields = _told(answers)
-    return {s.path: s.grouping for s in plan.modules} | found, fields
+    return _all_with(plan, found), fields
+
+
+def _all_with(plan: Plan, found: Groupings) -> Groupings:
+    """The groupings of all modules, some as they were found."""
+    return {m.path: found.get(m.path, m.grouping) for m in plan.modules}
 
 
 def _told(answers: Sequence[Found]) -> tuple[Groupings, ReportFields]:
     """The grouping of each module that was searched, and further fields of its report."""
-    found = {path: best for best, errors in answers for path in errors}
+    found: dict[str, heads.Grouping] = {path: best for best, errors in answers for path in errors}
     fields: ReportFields = {
         path: {"relative_error_neighbours": error, "residual_neighbours": error}
         for _, errors in answers

@@ -154,7 +154,9 @@ def test_nothing_shared_is_nothing_lost(tmp_path: Path) -> None:
     assert (made.num_kv_heads, made.groups, made.wide) == ({"before": 4, "after": 2}, 4, 2)
     assert made.head_dim == {"before": 4, "after": 8}
     assert made.kv_bytes_per_token["before"] == made.kv_bytes_per_token["after"]
-    assert made.method == "joint" and any("2 KV heads of head_dim 8" in w for w in made.warnings)
+    (told,) = made.warnings  # nothing of what a conversion without data loses
+    assert made.method == "joint" and "2 KV heads of head_dim 8 hold the cache of GQA-4" in told
+    assert told.endswith("the source's cache is no larger: give fewer --groups to save any")
     manifest = json.loads((tmp_path / "out" / "mha2gqa.json").read_text())
     assert (manifest["groups"], manifest["wide"]) == (4, 2)
     card, shown = (tmp_path / "out" / "README.md").read_text(), str(view(made.to_dict()))
@@ -232,6 +234,7 @@ def test_models_without_a_wide_form_are_refused_by_name(
     with pytest.raises((UsageError, UnsupportedModelError)) as error:
         plan_conversion(raw_config(config), shapes, 4, method="joint", wide=2)
     assert what in str(error.value) and "\n" not in str(error.value)
+    assert "wide 2: " in str(error.value)
 
 
 def test_a_wrong_rotary_factor_fails_the_check(pico: Path, tmp_path: Path) -> None:
@@ -287,6 +290,8 @@ def test_plan_says_when_ranks_are_more_than_wide_heads(tmp_path: Path, tp: int, 
 def test_plan_refuses_as_convert_does_and_counts_what_it_writes(pico: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="does not divide groups 4"):
         plan(pico, groups=4, wide=3)
+    (told,) = (w for w in plan(pico, groups=4, wide=4).warnings if "wide heads" in w)
+    assert "1 KV head of head_dim" in told and "holds the cache of GQA-4" in told and "no larger" not in told
     found, made = plan(pico, groups=4, wide=2), mha2gqa.convert(pico, tmp_path / "out", 4, wide=2)
     tensors = load_file(tmp_path / "out" / "model.safetensors")
     assert found.bytes["after"] == sum(x.nbytes for x in tensors.values())

@@ -153,7 +153,7 @@ def _longrope(known: Any, rope: Mapping[str, Any], rotary: int, wide: int) -> di
     if any(isinstance(value, Mapping) for value in rope.values()) or "rope_theta" not in rope:
         raise UnsupportedModelError(
             "layers have rotary settings of their own, and wide heads need one for all",
-            where=WHERE,
+            where=f"{WHERE} {wide}",
             fix="convert without --wide",
         )
     base, pairs = float(rope["rope_theta"]), rotary // 2
@@ -175,7 +175,7 @@ def _longrope(known: Any, rope: Mapping[str, Any], rotary: int, wide: int) -> di
     elif kind != "default":
         raise UnsupportedModelError(
             f"rope_type {kind} gives frequencies that depend on the text",
-            where=WHERE,
+            where=f"{WHERE} {wide}",
             fix="convert without --wide",
         )
     if any(len(factors) != pairs for factors in lists.values()):

@@ -275,12 +275,16 @@ def _check_wide(
 
 
 def _wide_note(modules: Sequence[ModulePlan], groups: int, wide: int) -> str:
-    """What wide heads cost."""
-    heads = f"{groups} KV head{'s' if groups > 1 else ''} of head_dim {modules[0].result.head_dim}"
-    return (
-        f"wide heads: {heads} hold the cache of GQA-{groups * wide}; query and output projections, and the arithmetic "
-        f"of attention, are {wide} times as large (`mha2gqa plan --wide {wide}` says where that pays)"
+    """What wide heads cost, and that they save nothing where they hold the cache of the source."""
+    heads = f"{groups} KV heads" if groups > 1 else "1 KV head"
+    text = (
+        f"wide heads: {heads} of head_dim {modules[0].result.head_dim} hold{'' if groups > 1 else 's'} the cache of "
+        f"GQA-{groups * wide}; query and output projections, and the arithmetic of attention, are {wide} times as large "
+        f"(`mha2gqa plan --wide {wide}` says where that pays)"
     )
+    if groups * wide < modules[0].geometry.num_kv_heads:
+        return text
+    return f"{text}; the source's cache is no larger: give fewer --groups to save any"
 
 
 def check_order(spec: AttentionSpec, modules: Sequence[ModulePlan]) -> None:

@@ -88,9 +88,9 @@ def data_free_warnings(plan: Plan) -> list[str]:
         plan: Of the conversion, made without calibration data and without statistics.
 
     Returns:
-        One sentence; nothing where no head is shared.
+        One sentence; nothing where no head is shared, or wide ones hold all that they share.
     """
-    if plan.num_kv_heads[0] == plan.num_kv_heads[1]:
+    if plan.num_kv_heads[0] == plan.groups:
         return []
     model, known = _nearest(plan)
     start = "converted without calibration data"

@@ -274,15 +274,15 @@ def test_unusable_text_is_refused(
 def test_options_follow_from_what_is_there() -> None:
     for words in ({"refit": True}, {"reconstruct": True}):
         with pytest.raises(UsageError, match="give calibration"):
-            CalibrationOptions(**words).fitted(False)
-    assert CalibrationOptions().fitted(False) is None
-    assert CalibrationOptions(refit=False, reconstruct=False).fitted(True) is None
+            CalibrationOptions(**words).fitting(False)
+    assert CalibrationOptions().fitting(False) is None
+    assert CalibrationOptions(refit=False, reconstruct=False).fitting(True) is None
     for words, refit, regress in (
         ({}, True, True),
         ({"refit": False}, False, True),
         ({"reconstruct": False}, True, False),
     ):
-        fit = CalibrationOptions(seed=3, **words).fitted(True)
+        fit = CalibrationOptions(seed=3, **words).fitting(True)
         assert fit is not None and (fit.refit, fit.regress, fit.seed) == (refit, regress, 3)
 
 

@@ -67,14 +67,14 @@ def calibrate(
         UsageError: Options that need text, or contradict the method.
         DataError: The text is too short.
     """
-    fitted, warnings = options.fitted(bool(options.texts)), list[str]()
+    fit, warnings = options.fitting(bool(options.texts)), list[str]()
     options.how(plan)
-    if options.fit is not None and fitted is None:
+    if options.fit is not None and fit is None:
         warnings.append(
             "no module is fitted, for want of calibration data or as asked: --fit is left alone, and --effort"
         )
-    if fitted is not None:
-        warnings += [f"--fit {sentence} and is left alone" for sentence in fitted.unread()]
+    if fit is not None:
+        warnings += [f"--fit {sentence} and is left alone" for sentence in fit.unread()]
     if options.statistics and plan.method not in CALIBRATED:
         options = replace(options, statistics=None)
         warnings.append(f"method {plan.method} uses no statistics: --statistics is left alone")
@@ -84,9 +84,9 @@ def calibrate(
             plan, module_converters(plan, checkpoint.shapes, checkpoint.read, None), warnings=warnings
         )
     stored = options.statistics is not None and Path(options.statistics).exists()
-    if options.texts and (fitted is not None or not stored):
+    if options.texts and (fit is not None or not stored):
         _check_calibrated(plan, checkpoint.path)
-        made = with_model(checkpoint, plan, options, fitted, out, force)
+        made = with_model(checkpoint, plan, options, fit, out, force)
         return replace(made, warnings=warnings + made.warnings)
     if options.texts:
         warnings.append(f"the second moments in {options.statistics} are used: calibration text is not read")
@@ -134,11 +134,11 @@ def convert_live(teacher: Any, plan: Plan, inputs: Inputs | None, options: Calib
     """
     if inputs is not None:
         _check_calibrated(plan, type(teacher).__name__)
-    fitted = options.fitted(inputs is not None)
+    fit = options.fitting(inputs is not None)
     state = teacher.state_dict()
     statistics = saved_statistics(plan, state.__getitem__, options)
     if inputs is not None:
-        return walked(ResidentLayers(teacher), plan, inputs, options, fitted, statistics)
+        return walked(ResidentLayers(teacher), plan, inputs, options, fit, statistics)
     plan, fields = grouped(plan, state.__getitem__, statistics, options)
     shapes = {name: tuple(x.shape) for name, x in state.items()}
     converters = module_converters(plan, shapes, state.__getitem__, statistics)

@@ -81,7 +81,7 @@ class CalibrationOptions:
             PairOptions.of(config),
         )
 
-    def fitted(self, text: bool) -> ReconstructConfig | None:
+    def fitting(self, text: bool) -> ReconstructConfig | None:
         """The stages after merging, or None if there are none.
 
         Raises:

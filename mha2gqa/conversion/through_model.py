@@ -70,15 +70,45 @@ class Calibrated:
     rest: dict[str, NewTensor] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class _Job:
+    """What is calibrated, on what, and how far.
+
+    Args:
+        checkpoint: The source.
+        plan: Its conversion, in the names of its files.
+        inputs: What the model reads.
+        options: Grouping, statistics.
+        fit: The stages after merging; None for none.
+        out: Folder that the conversion makes: what is finished is kept beside it; None keeps nothing.
+        force: Start afresh where another conversion is unfinished.
+    """
+
+    checkpoint: Checkpoint
+    plan: Plan
+    inputs: Inputs
+    options: CalibrationOptions
+    fit: ReconstructConfig | None
+    out: Path | None
+    force: bool
+
+
 def with_model(
     checkpoint: Checkpoint,
     plan: Plan,
     options: CalibrationOptions,
-    fitted: ReconstructConfig | None,
+    fit: ReconstructConfig | None,
     out: Path | None,
     force: bool,
 ) -> Calibrated:
     """Walk over the model of a checkpoint; what is finished is handed to the writer by role.
+
+    Args:
+        checkpoint: The source.
+        plan: Its conversion, with neighbouring heads sharing.
+        options: Text, grouping, statistics.
+        fit: The stages after merging; None for none.
+        out, force: As in `calibrate`.
 
     Raises:
         UsageError: Distillation of all layers together is asked for, and the device cannot hold that.
@@ -87,15 +117,16 @@ def with_model(
         writable(options.statistics)  # before the text is run, which may take an hour
     tokenizer = load_tokenizer(checkpoint.path, trust_remote_code=options.trust_remote_code)
     inputs = calibration_inputs(tokenizer, checkpoint.config, options, checkpoint.path)
-    whole = fitted is not None and fitted.regress and fitted.distill_steps > 0
+    job = _Job(checkpoint, plan, inputs, options, fit, out, force)
+    whole = fit is not None and fit.regress and fit.distill_steps > 0
     if whole:
         _check_whole(checkpoint, plan, resolve_device(options.device))
     layers = _resident(checkpoint, options) if whole else _streamed(checkpoint, options)
     try:
-        return _through(layers, checkpoint, plan, inputs, options, fitted, out, force)
+        return _through(job, layers)
     except NotAChain:
         del layers
-        return _through(_resident(checkpoint, options), checkpoint, plan, inputs, options, fitted, out, force)
+        return _through(job, _resident(checkpoint, options))
 
 
 def _check_whole(checkpoint: Checkpoint, plan: Plan, device: torch.device) -> None:
@@ -119,39 +150,30 @@ def _check_whole(checkpoint: Checkpoint, plan: Plan, device: torch.device) -> No
         )
 
 
-def _through(
-    layers: Layers,
-    checkpoint: Checkpoint,
-    plan: Plan,
-    inputs: Inputs,
-    options: CalibrationOptions,
-    fitted: ReconstructConfig | None,
-    out: Path | None,
-    force: bool,
-) -> Calibrated:
-    teacher = layers.model
+def _through(job: _Job, layers: Layers) -> Calibrated:
+    """The walk over a model whose layers are at hand, kept in a work folder where it is not in memory as a whole."""
+    teacher, plan = layers.model, job.plan
     live = plan_model(teacher, plan.groups, plan.method, None, plan.seed, plan.attention, plan.wide)
     attention_instances(teacher, [s.module for s in live.modules])  # a file holds a shared module once
     live = live.regrouped({s.path: _stored_module(plan, s.module).grouping for s in live.modules})
     blocks = _blocks(teacher, live)
     if isinstance(layers, CheckpointLayers):
         layers.split(blocks)
-    trains_layer = fitted is not None and fitted.trains_layer
-    rest = RestOfLayers(teacher, checkpoint, live, blocks) if trains_layer else None
-    work = None if out is None or layers.resident else WorkDir(out)
+    trains_layer = job.fit is not None and job.fit.trains_layer
+    rest = RestOfLayers(teacher, job.checkpoint, live, blocks) if trains_layer else None
+    work = None if job.out is None or layers.resident else WorkDir(job.out)
     try:
-        if work is not None:
-            keys = _work_keys(checkpoint, live, inputs, options, fitted, layers)
-            if count := work.open(keys, restart=force):
-                logger.info("%s: going on after %d finished layers", work.root, count)
-        statistics = saved_statistics(plan, checkpoint.read, options)
-        stored = stored_owner(plan, checkpoint.read, options)
-        done = walked(layers, live, inputs.to(layers.device), options, fitted, statistics, work, stored)
+        if work is not None and (count := work.open(_work_keys(job, live, layers), restart=job.force)):
+            logger.info("%s: going on after %d finished layers", work.root, count)
+        statistics = saved_statistics(plan, job.checkpoint.read, job.options)
+        stored = stored_owner(plan, job.checkpoint.read, job.options)
+        inputs = job.inputs.to(layers.device)
+        done = walked(layers, live, inputs, job.options, job.fit, statistics, work, stored)
     except BaseException:
         if work is not None:
             work.close()
         raise
-    made = _handed_over(done, checkpoint, plan, inputs, options, fitted, work)
+    made = _handed_over(job, done, work)
     if rest is not None and done.fitted_layers:
         made.rest = rest.tensors(lambda block: _tensors_of(done, block, work)())
     return made
@@ -163,18 +185,13 @@ def _blocks(model: Any, plan: Plan) -> list[str]:
     return block_paths(model, first.module)
 
 
-def _handed_over(
-    done: Converted,
-    checkpoint: Checkpoint,
-    plan: Plan,
-    inputs: Inputs,
-    options: CalibrationOptions,
-    fitted: ReconstructConfig | None,
-    work: WorkDir | None,
-) -> Calibrated:
+def _handed_over(job: _Job, done: Converted, work: WorkDir | None) -> Calibrated:
     """What a walk has finished, as converters of the checkpoint's own modules."""
-    plan = plan.regrouped({_stored_module(plan, s.module).path: s.grouping for s in done.plan.modules})
-    made = module_converters(plan, checkpoint.shapes, checkpoint.read, None, fitted is not None)
+    checkpoint = job.checkpoint
+    plan = job.plan.regrouped(
+        {_stored_module(job.plan, s.module).path: s.grouping for s in done.plan.modules}
+    )
+    made = module_converters(plan, checkpoint.shapes, checkpoint.read, None, job.fit is not None)
     known = {module_key(m.module): m for m in done.plan.modules}
     for converter in made:
         source = known[module_key(converter.module.module)]
@@ -183,9 +200,10 @@ def _handed_over(
         roles = converter.module.names
         state = _tensors_of(done, source.path, work)
         converter.finish_with(partial(_as_stored, plan, done.plan, source, state, roles, checkpoint), report)
-    names = options.texts.names if isinstance(options.texts, TextSource) else list(options.texts)
-    about = {"texts": names} | inputs.targets | done.about
-    return Calibrated(plan, made, about, [*inputs.warnings, *done.warnings], work)
+    texts = job.options.texts
+    names = texts.names if isinstance(texts, TextSource) else list(texts)
+    about = {"texts": names} | job.inputs.targets | done.about
+    return Calibrated(plan, made, about, [*job.inputs.warnings, *done.warnings], work)
 
 
 def _tensors_of(done: Converted, path: str, work: WorkDir | None) -> Callable[[], Mapping[str, Tensor]]:
@@ -211,26 +229,20 @@ def _as_stored(
     return {role: x.to("cpu", dtypes[role]) for role, x in tensors.items() if role in dtypes}
 
 
-def _work_keys(
-    checkpoint: Checkpoint,
-    plan: Plan,
-    inputs: Inputs,
-    options: CalibrationOptions,
-    fitted: ReconstructConfig | None,
-    layers: Layers,
-) -> dict[str, Any]:
-    """Everything that decides what a walk makes."""
+def _work_keys(job: _Job, plan: Plan, layers: Layers) -> dict[str, Any]:
+    """Everything that decides what a walk makes; `plan` is in the names of the model."""
+    statistics = job.options.statistics
     return {
-        "source": checkpoint_fingerprint(checkpoint.path),
+        "source": checkpoint_fingerprint(job.checkpoint.path),
         "groups": plan.groups,
         "wide": plan.wide,
         "method": plan.method,
         "attention": list(plan.attention),
-        "grouping": options.how(plan),
+        "grouping": job.options.how(plan),
         "groupings": {m.path: [list(g) for g in m.grouping] for m in plan.modules},
-        "calibration": data_digest(inputs.rows),
-        "statistics": None if options.statistics is None else str(options.statistics),
-        "fit": None if fitted is None else asdict(fitted),
+        "calibration": data_digest(job.inputs.rows),
+        "statistics": None if statistics is None else str(statistics),
+        "fit": None if job.fit is None else asdict(job.fit),
         "seed": plan.seed,
         "dtype": str(layers.model.dtype),
         "device": layers.device.type,

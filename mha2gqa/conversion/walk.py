@@ -144,28 +144,20 @@ class Walk:
         return self._result(losses)
 
     def _begin(self) -> None:
-        """Bring both models to the input of their first block."""
+        """Bring both models to the input of their first block.
+
+        Raises:
+            NotAChain: The blocks need all of the model, which is not in memory.
+        """
         size = self._batch_rows()
-        width = int(self.teacher.config.get_text_config().hidden_size)
-        weight = next(p for p in self.teacher.parameters()).dtype.itemsize
-        device = self.layers.device
-        nbytes = 3 * self.inputs.tokens * width * weight // self.ranks.count
-        place = choose_place(nbytes, device, distributed.local_world_size())
-        if place == "disk":
-            self.warnings.append(
-                f"hidden states of {nbytes / 2**30:.1f} GiB do not fit in host memory: they are kept on disk, which is "
-                "slower; fewer --calibration-tokens fit"
-            )
-            logger.info(self.warnings[-1])
-        folder = self.work.root if self.work is not None else None
-        self.memory = Memory(place, device, folder)
+        self.memory = self._hidden_state_memory()
         self.layers.load(self.blocks[0])
         self.original = Stream(self.teacher, self._share(self.inputs), size, self.blocks, self.memory)
         if not self.original.chained and not self.layers.resident:
             raise NotAChain
         self.weights.share_outside()
         if self._all_at_once():
-            self._measure_all(size)
+            self._measure_all()
         if self.validation is not None and self.original.chained:
             self.kept = Validation(
                 self.validation,
@@ -173,31 +165,52 @@ class Walk:
                 self.student,
                 self.blocks,
                 self._vocabulary(),
-                device,
+                self.layers.device,
                 self.config is not None,
                 self.original.masked,
             )
-        self.fitter: Fitter | None = None
-        if self.config is not None:
-            own = Stream(
-                self.student,
-                self._share(self.inputs),
-                size,
-                self.blocks,
-                self.memory,
-                chained=self.original.chained,
-                masked=self.original.masked,
-            )
-            self.fitter = Fitter(
-                own,
-                self.original,
-                (self.plan.spec, self.own_spec),
-                split_batches(self.inputs.read, self.config),
-                self.config,
-                self.ranks,
-            )
+        self.fitter = None if self.config is None else self._fitter(self.config)
         if not self.original.chained:
             self._merge_all()
+
+    def _hidden_state_memory(self) -> Memory:
+        """Where hidden states lie: on the device, in host memory, or on disk, which is said."""
+        width = int(self.teacher.config.get_text_config().hidden_size)
+        itemsize = next(p for p in self.teacher.parameters()).dtype.itemsize
+        device = self.layers.device
+        nbytes = 3 * self.inputs.tokens * width * itemsize // self.ranks.count
+        where = choose_place(nbytes, device, distributed.local_world_size())
+        if where == "disk":
+            self.warnings.append(
+                f"hidden states of {nbytes / 2**30:.1f} GiB do not fit in host memory: they are kept on disk, which is "
+                "slower; fewer --calibration-tokens fit"
+            )
+            logger.info(self.warnings[-1])
+        return Memory(where, device, self.work.root if self.work is not None else None)
+
+    def _stream(self, model: Any) -> Stream:
+        """A stream of the calibration rows from the first block on, chained and masked as `original` was found to be."""
+        known = self.original
+        return Stream(
+            model,
+            self._share(self.inputs),
+            known.size,
+            self.blocks,
+            self.memory,
+            chained=known.chained,
+            masked=known.masked,
+        )
+
+    def _fitter(self, config: ReconstructConfig) -> Fitter:
+        """What fits the merged modules, on a stream of the converted model beside the original's."""
+        return Fitter(
+            self._stream(self.student),
+            self.original,
+            (self.plan.spec, self.own_spec),
+            split_batches(self.inputs.read, config),
+            config,
+            self.ranks,
+        )
 
     def _visit(self, number: int, block: str) -> None:
         """Do one block, or take what an earlier run has made of it, and move on."""
@@ -275,7 +288,7 @@ class Walk:
                 sums[module.path].pool(self.ranks.sum)
                 self.measured.add(module, sums[module.path].finish())
 
-    def _measure_all(self, size: int) -> None:
+    def _measure_all(self) -> None:
         """Moments and groupings of all modules before any is merged."""
         if not self.original.chained:
             with self.clock("statistics"):
@@ -291,15 +304,7 @@ class Walk:
                 self.layers.free(block)
                 progress.current().advance(number + 1)
             self.layers.load(self.blocks[0])
-            self.original = Stream(
-                self.teacher,
-                self._share(self.inputs),
-                size,
-                self.blocks,
-                self.memory,
-                chained=True,
-                masked=self.original.masked,
-            )
+            self.original = self._stream(self.teacher)
         self._group(self.plan.modules)
         self.grouped_already = True
 

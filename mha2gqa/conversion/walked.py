@@ -30,7 +30,7 @@ def walked(
     plan: Plan,
     inputs: Inputs,
     options: CalibrationOptions,
-    fitted: ReconstructConfig | None,
+    fit: ReconstructConfig | None,
     statistics: Statistics | None,
     work: WorkDir | None = None,
     stored: str | None = None,
@@ -38,12 +38,12 @@ def walked(
     """Walk over the blocks of a model, and train it end to end where the options ask for it."""
     warnings = []
     seen, kept = split_held_out(inputs)
-    if kept is None and fitted is not None:
+    if kept is None and fit is not None:
         warnings.append(
             f"{len(seen)} blocks of {seen.window} tokens are too few to fit modules and to judge the fit: "
             "refit and reconstruct are left out"
         )
-        fitted = None
+        fit = None
     how = options.how(plan)
     if how not in ("neighbours", "search", "given"):
         plan, _ = grouped(plan, _unread, None, options)
@@ -52,7 +52,7 @@ def walked(
             f"the second moments in {options.statistics} were measured on other text than --calibration, and are used; "
             "remove the file to measure them again"
         )
-    config = None if fitted is None else fit_config(fitted, seen)
+    config = None if fit is None else fit_config(fit, seen)
     done = Walk(layers, plan, seen, kept, options, config, work, statistics, stored).run()
     done.warnings += warnings
     if config is not None and config.regress and config.distill_steps:

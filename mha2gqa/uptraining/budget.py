@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import get_args
 
 from ..config import OptionError, UptrainConfig
-from ..config.uptrain import Train
 from ..errors import UsageError
 from .pretraining_tokens import known_pretraining
 
-# Steps of a budget that does not say: see `default_batch_tokens`.
 SPEECH_RATE = 3e-5  # largest default learning rate of speech models
+# Steps of a budget that does not say: see `default_batch_tokens`.
 SMALL_BATCH, LARGE_BATCH, ENOUGH_STEPS, FEWEST_BLOCKS = 16_384, 65_536, 1_200, 16
 MOST_PAIRS = 256  # of a step that the budget does not fix
-TRAINED = get_args(Train)
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
-"""Tables of a ledger by cache bytes, and its bars: what has the same bytes, how far each is from the original."""
+"""Tables of a ledger by cache bytes: what has the same bytes, how far each is from the original."""
 
 from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -120,7 +120,7 @@ def same_bytes(record: Mapping[str, Any]) -> str:
     return (
         "Gap to the original in nats per token, by the bytes of the KV cache; of several seeds the mean ± half the range. "
         f"{_rates(record)}\n\n{markdown(head, lines)}"
-        + _listed(
+        + listed(
             [
                 *_wide_or_8_bits(rows, heads, wide),
                 *_text_beside_teacher(rows, record["entries"]),
@@ -130,7 +130,7 @@ def same_bytes(record: Mapping[str, Any]) -> str:
     )
 
 
-def _listed(sentences: Sequence[str]) -> str:
+def listed(sentences: Sequence[str]) -> str:
     """Sentences as a list below a table."""
     return "\n\n" + "\n".join(f"- {x[0].upper()}{x[1:]}." for x in sentences) if sentences else ""
 
@@ -168,7 +168,7 @@ def _wide_or_8_bits(rows: Rows, num_kv_heads: int, wide: Sequence[int]) -> list[
             both = key_at(key_of(cells[3]), said.removeprefix(" at "))
             keys += [both] * (both in rows)
             found = on_the_same_seeds(rows, *keys)
-            gaps = [_gap_of(those) for those in found]
+            gaps = [gap_of(those) for those in found]
             flops = [those[0]["flops"] for those in found]
             shares = [f"{1 - gap / gaps[0]:.0%}" for gap in gaps[1:]]
             sentences.append(
@@ -179,7 +179,7 @@ def _wide_or_8_bits(rows: Rows, num_kv_heads: int, wide: Sequence[int]) -> list[
             )
             for r in (r for r in wide if r > 2 and key_of(replace(plain, wide=r)) in rows):
                 narrow, wider = on_the_same_seeds(rows, keys[0], key_of(replace(plain, wide=r)))
-                share = 1 - _gap_of(wider) / _gap_of(narrow)
+                share = 1 - gap_of(wider) / gap_of(narrow)
                 sentences.append(
                     f"{stage}, at the bytes of GQA-{groups}, wide heads R={r} take away {share:.0%} of the plain gap for "
                     f"{wider[0]['flops'] / flops[0]:.2f} times the FLOPs"
@@ -194,7 +194,7 @@ def _text_beside_teacher(rows: Rows, entries: Sequence[Mapping[str, Any]]) -> li
     for key in (key for key in rows if "/mix-" in key and " at " not in key):
         if (alone := key.replace("/mix-", "/kd-")) in rows:
             taught, mixed = on_the_same_seeds(rows, alone, key)
-            lower.append(_gap_of(taught) - _gap_of(mixed))
+            lower.append(gap_of(taught) - gap_of(mixed))
             further.append(statistics.mean(r["kl"] for r in mixed) / statistics.mean(r["kl"] for r in taught))
     if not lower:
         return []
@@ -239,7 +239,7 @@ def _as_many_flops(rows: Rows, groups: int, r: int) -> list[str]:
         if not set(keys) <= rows.keys():
             continue
         more, same = on_the_same_seeds(rows, *keys)
-        gap, ours = _gap_of(more), _gap_of(same)
+        gap, ours = gap_of(more), gap_of(same)
         ends = (
             f"take away {1 - ours / gap:.0%} of it"
             if 0 < ours < gap
@@ -284,7 +284,7 @@ def _over_size(ledgers: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]], s
         ends = [mean_gap(found, f"joint/G{heads // share}/fits/{stage}") for share in shares]
         by = [a - b for a, b in zip(ends, gaps[-1], strict=True) if a is not None and b is not None]
         changed += [f"{name} by {min(by):+.4f} to {max(by):+.4f}"] if by else []
-    return _listed(
+    return listed(
         [
             f"after fits the gap of `{ledgers[-1][1]['model']}` is {min(times):.1f} to {max(times):.1f} times smaller",
             *([f"uptraining changes its gap: {', '.join(changed)}"] if changed else []),
@@ -292,7 +292,7 @@ def _over_size(ledgers: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]], s
     )
 
 
-# --- bars ----------------------------------------------------------------------------------------------
+# --- rows of one configuration ----------------------------------------------------------------------------------------------
 
 
 def mean_gap(rows: Rows, key: str) -> float | None:
@@ -307,7 +307,7 @@ def on_the_same_seeds(rows: Rows, *keys: str) -> list[list[Mapping[str, Any]]]:
     return [[row for row in rows[key] if row["seed"] in shared or not shared] for key in keys]
 
 
-def _gap_of(rows: Sequence[Mapping[str, Any]]) -> float:
+def gap_of(rows: Sequence[Mapping[str, Any]]) -> float:
     return statistics.mean(row["gap"] for row in rows)
 
 
@@ -326,81 +326,6 @@ def alike(rows: Rows, *keys: str) -> tuple[list[str], str]:
         return [], ""
     return own, "".join(
         sorted({f" at {rows[key][0]['at_rate']}" for key in own if rows[key][0].get("at_rate")})
-    )
-
-
-def _gap(rows: Rows, bar: Mapping[str, Any]) -> tuple[str, bool | None]:
-    (key,), said = alike(rows, bar["row"]) if alike(rows, bar["row"])[0] else ([""], "")
-    gap = mean_gap(rows, key)
-    return spread(rows.get(key, [])) + said, None if gap is None else gap <= bar["at_most"]
-
-
-def _two(rows: Rows, bar: Mapping[str, Any]) -> tuple[float, float, str] | None:
-    """Two gaps on the same seeds, and what to say of seeds and rates; None where one was not run."""
-    keys, said = alike(rows, bar["row"], bar["other"])
-    if not keys:
-        return None
-    ours, theirs = on_the_same_seeds(rows, *keys)
-    seeds = f" ({len(ours)} seeds)" if len(ours) > 1 else ""
-    return _gap_of(ours), _gap_of(theirs), f"{seeds}{said}"
-
-
-def _not_behind(rows: Rows, bar: Mapping[str, Any]) -> tuple[str, bool | None]:
-    found = _two(rows, bar)
-    if found is None:
-        return NOT_RUN, None
-    ours, theirs, said = found
-    return f"{ours:+.4f} against {theirs:+.4f}{said}", ours <= theirs
-
-
-def _share(rows: Rows, bar: Mapping[str, Any]) -> tuple[str, bool | None]:
-    found = _two(rows, bar)
-    if found is None:
-        return NOT_RUN, None
-    ours, plain, said = found
-    share = (plain - ours) / plain
-    return f"{share:.0%} of {plain:+.4f}{said}", share >= bar["at_least"]
-
-
-MEASURES: dict[str, Callable[[Rows, Mapping[str, Any]], tuple[str, bool | None]]] = {
-    "gap": _gap,
-    "not behind": _not_behind,
-    "share taken": _share,
-}
-
-
-def wanted(bar: Mapping[str, Any]) -> str:
-    """What a bar asks for."""
-    if bar["measure"] == "gap":
-        return f"≤ {bar['at_most']:+.3f}" if bar["at_most"] else "≤ 0"
-    return f"≥ {bar['at_least']:.0%}" if bar["measure"] == "share taken" else "not behind"
-
-
-def verdict(rows: Rows, bar: Mapping[str, Any]) -> tuple[str, str]:
-    """What was measured, and `met`, `missed` or `not run`."""
-    measured, met = MEASURES[bar["measure"]](rows, bar)
-    return measured, NOT_RUN if met is None else "met" if met else "**missed**"
-
-
-def bars(record: Mapping[str, Any]) -> str:
-    """The bars of a file with what its ledger measured."""
-    ledger = _ledger.record(RESULTS / record["ledger"])
-    rows = by_configuration(ledger["entries"])
-    lines, verdicts = [], dict[tuple[str, int], list[str]]()
-    for bar in record["bars"]:
-        measured, said = verdict(rows, bar)
-        verdicts.setdefault((bar["name"], bar["groups"]), []).append(said)
-        way = bar.get("way", "")
-        lines.append(
-            [bar["name"], way, f"{ledger['num_kv_heads'] // bar['groups']}:1", wanted(bar), measured, said]
-        )
-    met = sum(found[0] == "met" for found in verdicts.values())
-    other = sum("met" in found for found in verdicts.values()) - met
-    none = sum(set(found) == {NOT_RUN} for found in verdicts.values())
-    return (
-        f"{len(verdicts)} bars: {met} met in the way named first, {other} more in another way, "
-        f"{len(verdicts) - met - other - none} missed in every way that was run, {none} not run.\n\n"
-        + markdown(["what was to be reached", "way", "", "bar", "measured", ""], lines)
     )
 
 
@@ -447,69 +372,6 @@ def row_name(cell: Cell) -> str:
         name += f", {OBJECTIVES.get(cell.objective, 'text')} {cell.tokens / 1e6:.3g}M tokens"
         name += f" {OVER[cell.over][1]}" if cell.over else ""
     return f"{name} in steps of {cell.batch:,}" if cell.batch else name
-
-
-def probes(record: Mapping[str, Any]) -> str:
-    """Shares of right answers of the original, then what each result loses of them where the probe counts."""
-    rows = record["rows"]
-    lines = [
-        [
-            _probe_name(row),
-            f"{row['original']:.1%} ± {row['standard_error']:.1%}",
-            "yes" if row["counts"] else "no",
-        ]
-        for row in rows
-    ]
-    counted = [row for row in rows if row["counts"]]
-    text = (
-        f"`{record['model']}`, {rows[0]['texts']:,} texts of each kind and length, every question a choice among "
-        f"{record['choices']} tokens (chance {1 / record['choices']:.1%}). {len(counted)} of {len(lines)} probes count: the "
-        "original is at least three standard errors above chance (its own or those of single guesses, the larger).\n\n"
-        f"Measured on: {measured_on(record['provenance'])}.\n\n"
-        + markdown(["probe", "original", "counts"], lines)
-    )
-    names = list(dict.fromkeys(name for row in counted for name in row["results"]))
-    if not names:
-        return f"{text}\n\nOnly the original has answered: no conversion was asked."
-    table = [[name, *(_lost(row["results"].get(name)) for row in counted)] for name in names]
-    return (
-        f"{text}\n\nShare of right answers beside the original's, question by question; bold where it is three standard "
-        "errors or more below.\n\n"
-        + markdown(["", *map(_probe_name, counted)], table)
-        + _listed(_losers(counted, names))
-    )
-
-
-def _losers(counted: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[str]:
-    """On how many probes each result is below the original by three standard errors, and that the others are not."""
-    low = {name: sum(_is_below(row["results"].get(name)) for row in counted) for name in names}
-    least = {name: count for name, count in low.items() if count}
-    if not least:
-        return [
-            f"none of the {len(names)} results is below the original by three standard errors on any probe"
-        ]
-    said = ", ".join(f"{name} on {count}" for name, count in least.items())
-    return [
-        f"{len(names) - len(least)} of {len(names)} results are below the original by three standard errors on none of "
-        f"{len(counted)} probes; below it are {said}"
-    ]
-
-
-def _probe_name(row: Mapping[str, Any]) -> str:
-    return f"{row['probe']}, {row['length']:,} tokens"
-
-
-def _lost(result: Mapping[str, float] | None) -> str:
-    """`-1.5% ± 0.8%`, in bold where that is more than chance."""
-    if result is None:
-        return NOT_RUN
-    mark = "**" if _is_below(result) else ""
-    return f"{mark}{0 - result['lost']:+.1%} ± {result['standard_error']:.1%}{mark}"
-
-
-def _is_below(result: Mapping[str, float] | None) -> bool:
-    """Whether a result is below the original by three standard errors."""
-    return result is not None and result["lost"] >= 3 * result["standard_error"] > 0
 
 
 def wide_references(record: Mapping[str, Any]) -> str:

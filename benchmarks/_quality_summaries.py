@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from _markdown import markdown
+from _quality_bars import verdict
 from _quality_cells import OVER, PASSES, REST_TOKENS, STEP_TOKENS, Cell
 from _quality_frontier import (
     NOT_RUN,
@@ -18,7 +19,6 @@ from _quality_frontier import (
     by_configuration,
     key_of,
     on_the_same_seeds,
-    verdict,
 )
 
 SMALL, LARGE = 2_713_000, 13_565_000

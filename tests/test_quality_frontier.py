@@ -13,8 +13,10 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import _loss_tables as loss_tables
+import _quality_bars as bar_tables
 import _quality_findings as findings
 import _quality_frontier as frontier
+import _quality_probe_tables as probe_tables
 import tables
 from _ledger import record
 from _quality_cells import REST_TOKENS, Cell, planned
@@ -118,7 +120,7 @@ def test_rows_are_compared_on_the_seeds_that_both_have(tmp_path: Path) -> None:
     rows += [entry(replace(PLAIN, wide=2, seed=seed), 3.05) for seed in (0, 1)]
     found = frontier.by_configuration(record(ledger(tmp_path, *rows))["entries"])
     bar = {"measure": "share taken", "row": "joint/G4/wide2/fits", "other": "joint/G4/fits", "at_least": 0.3}
-    assert frontier.verdict(found, bar) == ("50% of +0.1000 (2 seeds)", "met")
+    assert bar_tables.verdict(found, bar) == ("50% of +0.1000 (2 seeds)", "met")
 
 
 def test_the_spread_of_three_seeds_is_said(tmp_path: Path) -> None:
@@ -129,7 +131,7 @@ def test_the_spread_of_three_seeds_is_said(tmp_path: Path) -> None:
 
 
 def test_bars_are_counted_by_the_ways_that_meet_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frontier, "RESULTS", tmp_path)
+    monkeypatch.setattr(bar_tables, "RESULTS", tmp_path)
     ledger(tmp_path, entry(PLAIN, 3.05), entry(replace(PLAIN, wide=2), 3.02))
 
     def bar(name: str, row: str, at_most: float, **more: str) -> dict[str, Any]:
@@ -142,7 +144,7 @@ def test_bars_are_counted_by_the_ways_that_meet_them(tmp_path: Path, monkeypatch
         bar("none", wide, 0.01),
         bar("later", "joint/G2/fits", 0.1),
     ]
-    text = frontier.bars({"ledger": "ledger.jsonl", "bars": bars})
+    text = bar_tables.bars({"ledger": "ledger.jsonl", "bars": bars})
     assert text.startswith(
         "4 bars: 1 met in the way named first, 1 more in another way, 1 missed in every way that was run, 1 not run."
     )
@@ -236,11 +238,11 @@ def test_a_row_at_a_rate_that_tuning_left_has_a_column_that_names_it(tmp_path: P
     assert "→ distillation, 2.71M tokens | 3.010 |" in losses
     rows = frontier.by_configuration(found["entries"])
     bar = {"measure": "not behind", "row": frontier.key_of(WIDE), "other": frontier.key_of(TAUGHT)}
-    assert frontier.verdict(rows, bar) == ("+0.0200 against +0.0300 at rate 0.001", "met")
+    assert bar_tables.verdict(rows, bar) == ("+0.0200 against +0.0300 at rate 0.001", "met")
     bar = {"measure": "gap", "row": frontier.key_of(TAUGHT), "at_most": 0.02}
-    assert frontier.verdict(rows, bar) == ("+0.0100", "met")
+    assert bar_tables.verdict(rows, bar) == ("+0.0100", "met")
     bar = {"measure": "gap", "row": frontier.key_of(WIDE), "at_most": 0.01}
-    assert frontier.verdict(rows, bar) == ("+0.0200 at rate 0.001", "**missed**")
+    assert bar_tables.verdict(rows, bar) == ("+0.0200 at rate 0.001", "**missed**")
     assert chart(found).count('style="fill:var(--s3)"') == 2 + 2 * 2  # the legend, and plain rows at one rate
 
 
@@ -270,7 +272,7 @@ def test_what_wide_heads_and_8_bits_take_away_is_said_at_one_rate(tmp_path: Path
 def test_a_verdict_is_computed(tmp_path: Path, bar: dict[str, Any], measured: str, verdict: str) -> None:
     path = ledger(tmp_path, entry(PLAIN, 3.05 - 1e-12), entry(Cell("joint", 4, "fits", wide=2), 3.02))
     rows = frontier.by_configuration(record(path)["entries"])
-    assert frontier.verdict(rows, bar) == (measured, verdict)
+    assert bar_tables.verdict(rows, bar) == (measured, verdict)
 
 
 def test_every_bar_names_a_row_that_is_planned() -> None:
@@ -278,7 +280,7 @@ def test_every_bar_names_a_row_that_is_planned() -> None:
     found = json.loads((frontier.RESULTS / "quality_bars.json").read_text())["bars"]
     for bar in found:
         assert {bar["row"], bar.get("other", bar["row"])} <= planned_keys, bar
-        assert f"/G{bar['groups']}/" in bar["row"] and bar["name"] and frontier.wanted(bar)
+        assert f"/G{bar['groups']}/" in bar["row"] and bar["name"] and bar_tables.wanted(bar)
     (text,) = tables.tables(frontier.RESULTS / "quality_bars.json")
     assert text.count("\n| ") == len(found) + 2
 
@@ -307,10 +309,10 @@ def test_probes_are_rendered_with_what_counts() -> None:
     other = {"GQA-2": {"share": 0.5, "lost": 0.0, "standard_error": 0.02}}
     rows = [row | {"counts": True, "results": lost | other}, row | {"counts": False, "results": {}}]
     record = {"model": "m", "choices": 16, "rows": rows, "provenance": {"hardware": {"gpu": "GPU"}}}
-    text = frontier.probes(record)
+    text = probe_tables.probes(record)
     assert "1 of 2 results are below the original by three standard errors on none of 1 probes" in text
     assert "below it are GQA-4 on 1." in text
-    alone = frontier.probes(record | {"rows": rows[1:]})
+    alone = probe_tables.probes(record | {"rows": rows[1:]})
     assert alone.endswith("Only the original has answered: no conversion was asked.")
     assert "1 of 2 probes count" in text and "chance 6.2%" in text
     assert "| needle, 1,024 tokens | 50.0% ± 3.5% | yes |" in text

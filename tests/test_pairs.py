@@ -93,6 +93,15 @@ def test_plain_text_for_an_encoder_decoder(tmp_path: Path) -> None:
         DataError, match=r"a.txt: plain text is not a pair; an encoder-decoder needs the columns"
     ):
         list(PairSource(tmp_path / "a.txt", audio=False))
+    with pytest.raises(DataError, match=r"not a pair; give a table .* with a column source or text"):
+        list(PairSource(tmp_path / "a.txt", audio=False, targets=False))
+
+
+def test_a_language_that_the_nested_columns_lack_is_named() -> None:
+    rows = [{"translation": {"en": "w1", "de": "w2"}}]
+    columns = {"source_column": "translation.fr", "target_column": "translation.de"}
+    with pytest.raises(DataError, match=r"see that they have 'translation.fr' and 'translation.de'"):
+        list(PairSource(rows, audio=False, **columns))
 
 
 # --- recordings ----------------------------------------------------------------------------------------
@@ -384,6 +393,24 @@ def test_a_model_writes_the_targets(models: dict[str, Path], tmp_path: Path) -> 
             example = encoder.encode(pair)
             assert example.decoder.tolist() == [*encoder.prompt, *(pair.target_ids or ())]
             assert example.prompt == len(encoder.prompt)
+
+
+def test_recordings_whose_targets_are_written_count_once(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = audio_folder(tmp_path / "audio", ["w1", "w2", "w3"])
+    soundfile.write(folder / "mute.wav", np.zeros(RATE // 2, dtype=np.float32), RATE // 2)
+    with (folder / "metadata.csv").open("a") as table:
+        table.write("mute.wav,\n")
+    encoder, model = open_encoder(models["whisper"], PairOptions(targets="generate")), load(models["whisper"])
+    source = encoder.options.open(folder, encoder.audio)
+    pairs = list(with_targets(model, encoder, source))
+    assert len(pairs) == 4 and encoder.report() == []
+    list(map(encoder.encode, pairs))
+    assert (encoder.resampled, encoder.silent) == (1, 1)
+    monkeypatch.setattr("mha2gqa.data.generation.decode", lambda encoder, ids: " ")
+    assert list(with_targets(model, encoder, source)) == []
+    assert "4 recordings left out, for which the model writes nothing" in encoder.report()
 
 
 def test_an_empty_folder_is_told_in_words_of_recordings(tmp_path: Path) -> None:

@@ -255,6 +255,14 @@ def test_the_original_writes_the_targets(root: Path, tmp_path: Path) -> None:
     assert result.budget["unique_tokens"] == int(rows.targets.sum())
 
 
+def test_rows_that_lack_a_side_are_counted_once(root: Path, tmp_path: Path) -> None:
+    rows = [*ROWS, *({"source": "w1", "target": ""} for _ in range(3))]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run: dict[str, Any] = {"tokens": 100, "batch_tokens": 40, "holdout": 0.3, **QUIET}
+    result = uptrain(root / "marian-g2", tmp_path / "up", str(tmp_path / "a.jsonl"), **run)
+    assert "3 rows without a source or a target were left out" in result.warnings
+
+
 def test_recordings_without_a_table_are_enough(root: Path, tmp_path: Path) -> None:
     sounds = tmp_path / "sounds"
     shutil.copytree(root / "audio", sounds)

@@ -140,13 +140,16 @@ def with_targets(
     """
     waiting, done = iter(pairs), 0
     while batch := list(islice(waiting, batch_size)):
-        examples = [encoder.encode(replace(pair, target="", target_ids=None)) for pair in batch]
+        with encoder.uncounted():
+            examples = [encoder.encode(replace(pair, target="", target_ids=None)) for pair in batch]
         written = list(generate_ids(model, encoder, examples, batch_size=batch_size))
         current().advance(done := done + len(batch))
         for pair, ids in zip(batch, written, strict=True):
             text = decode(encoder, ids)
             if text.strip():
                 yield replace(pair, target=text, target_ids=tuple(ids))
+            else:
+                encoder.unanswered += 1
 
 
 def decode(encoder: PairEncoder, ids: Sequence[int]) -> str:

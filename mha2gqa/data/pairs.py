@@ -128,10 +128,11 @@ class PairSource:
             where = ", ".join(self.names)
             if self.empty:
                 generate = "; the original can write the targets: --targets generate" if self.targets else ""
+                nested = " and ".join(repr(name) for name in self._asked if name and "." in name)
                 raise DataError(
                     f"all its {self.empty} rows lack a source or a target",
                     where=where,
-                    fix=f"fill its columns{generate}",
+                    fix=f"{f'see that they have {nested}' if nested else 'fill its columns'}{generate}",
                 )
             raise DataError("there are no pairs in it", where=where)
 
@@ -233,6 +234,8 @@ class PairSource:
                 "a speech model: give a folder of recordings with metadata.csv (file_name, text), or name the "
                 "columns with --source-column and --target-column"
             )
+        if not self.targets:
+            return "give a table (JSONL, CSV, Parquet) with a column source or text, or name it with --source-column"
         kinds = "audio and text" if self.audio else "source and target"
         return (
             f"an encoder-decoder needs the columns {kinds}: name them with --source-column and --target-column, "

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -101,6 +102,7 @@ class PairEncoder:
         cut: Sources longer than the model takes, cut as its processor does.
         resampled: Recordings of another sampling rate.
         silent: Recordings of nothing but zeros.
+        unanswered: Sources left out since the model wrote nothing for them.
         kept: Where features stay that will be asked for again; None where each is made anew.
 
     Raises:
@@ -291,7 +293,14 @@ class PairEncoder:
 
     def reset(self) -> None:
         """Count anew."""
-        self.cut = self.resampled = self.silent = 0
+        self.cut = self.resampled = self.silent = self.unanswered = 0
+
+    @contextlib.contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Inside, nothing that is encoded counts: it will be encoded again."""
+        before = self.cut, self.resampled, self.silent
+        yield
+        self.cut, self.resampled, self.silent = before
 
     def report(self) -> list[str]:
         """What the user should know of what has been encoded so far."""
@@ -302,6 +311,7 @@ class PairEncoder:
                 f"of another sampling rate, brought to {getattr(self.extractor, 'sampling_rate', 0)} Hz",
             ),
             (self.silent, "of silence"),
+            (self.unanswered, "left out, for which the model writes nothing"),
         )
         kind = "recordings" if self.audio else "sources"
         return [f"{count:,} {kind} {what}" for count, what in counts if count]

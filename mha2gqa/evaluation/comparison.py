@@ -171,6 +171,7 @@ class _Run:
         self.progress.stage(f"writing targets with {entry.name}", None, "pairs")
         with self._opened(entry) as model:
             source.keep(with_targets(model, entry.encoder, source))
+        self.setup.warnings += entry.encoder.report()  # what was left out; scoring counts anew
 
     def _generate(self, entry: EvalModel, model: PreTrainedModel) -> None:
         """Keep what the model writes for each pair."""

@@ -58,11 +58,12 @@ class SplitPairs:
         self.read: list[PairSource] = []
         self.known: set[str] = set()
         if config.eval_data is not None:
-            self.known = {content_key(pair) for pair in self._open(config.eval_data)}
+            self.known = {content_key(pair) for pair in self._open(config.eval_data, again=True)}
 
-    def _open(self, data: Sequence[str]) -> PairSource:
+    def _open(self, data: Sequence[str], again: bool = False) -> PairSource:
+        """A reading of some sources; one that another repeats is not reported."""
         source = self.encoder.options.open(tuple(data), self.encoder.audio)
-        self.read.append(source)
+        self.read += [] if again else [source]
         return source
 
     def _is_held_out(self, pair: Pair) -> bool:
@@ -95,7 +96,7 @@ class SplitPairs:
         if self.config.eval_data is not None:
             yield from self._open(self.config.eval_data)
         elif self.config.holdout > 0:
-            yield from (pair for pair in self._open(self.config.data) if self._is_held_out(pair))
+            yield from (pair for pair in self._open(self.config.data, again=True) if self._is_held_out(pair))
 
     def report(self) -> list[str]:
         """What the user should know of what has been read."""

@@ -241,6 +241,15 @@ def test_transcripts_that_are_empty_say_who_can_write_them(root: Path, tmp_path:
         convert(root / "whisper", tmp_path / "out", 4, calibration="generate", device="cpu")
 
 
+def test_a_model_that_writes_nothing_cannot_calibrate(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mha2gqa.data.generation.decode", lambda encoder, ids: " ")
+    audio = audio_folder(tmp_path / "audio", ["w1", "w2"])
+    with pytest.raises(DataError, match="the model writes nothing for any of it; give other sources"):
+        convert(root / "whisper", tmp_path / "out", 4, calibration=audio, targets="generate", device="cpu")
+
+
 def test_few_targets_are_refused(root: Path, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps(ROWS[0] | {"target": "w1"}))
     with pytest.raises(

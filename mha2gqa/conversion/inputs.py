@@ -181,6 +181,10 @@ def _pair_inputs(
         if examples and count > options.tokens:
             break
         examples.append(example)
+    if not examples:
+        raise DataError(
+            "the model writes nothing for any of it", where="--calibration", fix="give other sources"
+        )
     made = encoder.collate(examples)
     if made.target_tokens < MIN_TARGETS:
         raise DataError(

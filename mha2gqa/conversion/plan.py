@@ -232,7 +232,7 @@ def plan_for_spec(
     if export is not None and changes:
         notes.append(
             f"transformers has no KV-head count for this type: {export.file} goes with the result, which loads in "
-            "transformers alone (4.57 or later), with trust_remote_code=True; no other engine knows the class "
+            f"transformers alone ({export.since} or later), with trust_remote_code=True; no other engine knows the class "
             "(mha2gqa itself runs its own copy and needs no consent)"
         )
     kinds = tuple(kind for kind in ATTENTION if any(s.module.kind == kind for s in shared))

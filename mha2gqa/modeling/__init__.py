@@ -35,6 +35,7 @@ class Export:
         kv_keys: Config keys of the KV heads of self-attention and of cross-attention.
         within: Keys that lead to the config that holds these, where the decoder is a part with its own.
         part: Classes of that part alone: ours, and the stock one it extends.
+        since: The first transformers that it runs with.
     """
 
     file: str
@@ -47,6 +48,7 @@ class Export:
     kv_keys: tuple[str, str] = ("num_key_value_heads", "num_cross_key_value_heads")
     within: tuple[str, ...] = ()
     part: tuple[str, str] | None = None
+    since: str = "4.57"
 
 
 def _t5(name: str, *more: str) -> Export:
@@ -103,6 +105,7 @@ EXPORTS: dict[str, Export] = {
         "AutoModelForSpeechSeq2Seq",
         ("MoonshineStreamingForConditionalGeneration", "MoonshineStreamingModel"),
         "PreTrainedTokenizerFast",
+        since="5.17",
     ),
     "musicgen": Export(
         "modeling_gqa_musicgen.py",

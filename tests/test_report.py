@@ -47,15 +47,16 @@ from mha2gqa.report import (
     write_report,
 )
 from mha2gqa.report.card_file import card_metadata, license_of, write_card
-from mha2gqa.report.content import Table, best_rows, models_table
+from mha2gqa.report.content import Table, models_table
 from mha2gqa.report.generation_scores import METRICS
+from mha2gqa.report.headline import best_rows
 from mha2gqa.report.layers import layers_table
+from mha2gqa.report.lines import Line
 from mha2gqa.report.numbers import fixed, ratio_text
 from mha2gqa.report.svg import method_colour, spread, styled_figure
 from mha2gqa.report.templating import escape_markdown, fenced
 from mha2gqa.report.terminal import plain, render, show
 from mha2gqa.report.text import printable
-from mha2gqa.report.views import Line
 
 
 def row(role: str, loss: float, perplexity: float, bits: float, kv: int) -> dict[str, Any]:

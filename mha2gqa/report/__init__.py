@@ -10,8 +10,9 @@ from ..errors import UsageError
 from ..results import jsonable
 from .card import front_matter, markdown, model_card
 from .card_file import how_to_load, source_license, write_card
-from .content import COLUMNS, Report, becomes, headline, limits, model_rows, models_table, tiles
+from .content import COLUMNS, Report, becomes, model_rows, models_table
 from .grids import sweep_pictures
+from .headline import headline, limits, tiles
 from .names import display_name, hub_name
 from .numbers import fixed, human_bytes, human_count, number, significant
 from .page import html_page

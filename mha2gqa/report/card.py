@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from .content import Report, differences, headline, limits, models_table, scoring
+from .content import Report, differences, models_table, scoring
 from .generation_scores import METRICS
+from .headline import headline, limits
 from .names import display_name, hub_name, public
 from .numbers import finite
 from .templating import Markdown, escape_markdown, markdown_table, markdown_templates

@@ -7,19 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from . import grids, plots
-from .content import (
-    Report,
-    Row,
-    Table,
-    best_rows,
-    differences,
-    headline,
-    limits,
-    models_table,
-    name_of,
-    scoring,
-    tiles,
-)
+from .content import Report, Row, Table, differences, models_table, name_of, scoring
+from .headline import best_rows, headline, limits, tiles
 from .layers import STAGE_ERRORS, layer_groupings, layer_series, layers_table
 from .names import public
 from .numbers import finite

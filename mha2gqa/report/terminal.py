@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .content import Table
+from .lines import Block, Line
 from .text import printable
-from .views import STYLES, Block, Line, view
+from .views import STYLES, view
 
 if TYPE_CHECKING:
     from rich.console import Console

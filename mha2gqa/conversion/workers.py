@@ -58,8 +58,12 @@ def workers(ranks: Ranks) -> Iterator[Workers]:
 
 @contextmanager
 def own_workers(ranks: Ranks) -> Iterator[Workers]:
-    """Threads of this process alone, which leave torch's own threads as they are; every process has to open it."""
-    threads = _threads(torch.get_num_threads(), ranks)
+    """Threads of this process alone, beside its other work; every process has to open it.
+
+    They take half of its cores and leave torch's own threads as they are: what runs beside them has time enough for a
+    search, and none to wait for a core or for the interpreter.
+    """
+    threads = max(1, _threads(torch.get_num_threads(), ranks) // 2)
     with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         yield Workers(pool, threads, Ranks())
 

@@ -23,6 +23,7 @@ _PACKED = (
     ".scales",
 )
 DEEPEST = 512  # layers: more than any model has
+_ADAPTERS = (".base_layer.", ".lora_A.", ".lora_embedding_A", ".modules_to_save.")
 _LATENT = ("kv_a_proj_with_mqa.", "kv_b_proj.", "kv_a_layernorm.")
 
 
@@ -66,6 +67,20 @@ def not_found(
         where=where,
         fix="this is not a checkpoint as transformers saves it",
     )
+
+
+def refuse_adapters(names: Collection[str]) -> None:
+    """Refuse a model with adapters in it, whose projections are not what its tensors of those names say.
+
+    Raises:
+        UnsupportedModelError: There are such tensors; one is named.
+    """
+    if adapter := next((name for name in names if any(part in name for part in _ADAPTERS)), None):
+        raise UnsupportedModelError(
+            f"adapters of PEFT are in it ({quoted(adapter)})",
+            where="its tensors",
+            fix="take the model that merge_and_unload() returns",
+        )
 
 
 def refuse_latent(config: Mapping[str, Any], names: Collection[str]) -> None:

@@ -36,5 +36,7 @@ def require_model(name: str, value: Any) -> None:
         raise UsageError(
             f"must be a model of transformers, not {quoted(value)}",
             where=name,
-            fix="for a folder or a Hub id use convert and uptrain",
+            fix=f"give {name}.module, which it wraps"
+            if hasattr(value, "module")
+            else "for a folder or a Hub id use convert and uptrain",
         )

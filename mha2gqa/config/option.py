@@ -217,12 +217,7 @@ class Config:
             value = getattr(self, name)
             if item.option.argument and item.option.form is str:
                 require_path(name, value)
-            loose = item.option.lenient or item.option.verbatim
-            if item.checked or (not loose and is_text(value)):
-                try:
-                    object.__setattr__(self, name, item.read(value))
-                except Invalid as error:
-                    raise OptionError(name, f"{error}, not {short(value)}") from error
+            object.__setattr__(self, name, _as_declared(item, value))
         for conflict in self.conflicts():
             raise conflict
 
@@ -266,6 +261,39 @@ def build(kind: type[C], command: str, values: Mapping[str, Any]) -> C:
         if name not in names:
             unknown_key(name, name, names, f"{command}()")
     return kind(**values)
+
+
+def taken(kind: type[Config], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of some options as a `Config` takes them, for a function that has its arguments in common with one.
+
+    Args:
+        kind: The `Config` that declares them.
+        values: By field.
+
+    Raises:
+        OptionError: A value of the wrong kind, or out of range.
+
+    Example:
+        >>> from mha2gqa.config import ConvertConfig
+        >>> taken(ConvertConfig, {"attention": "self", "seed": 1})
+        {'attention': ('self',), 'seed': 1}
+    """
+    return {name: _as_declared(declared(kind)[name], value) for name, value in values.items()}
+
+
+def _as_declared(item: Declared, value: Any) -> Any:
+    """A value from Python as the type of its option.
+
+    Raises:
+        OptionError: A value of the wrong kind, or out of range.
+    """
+    loose = item.option.lenient or item.option.verbatim
+    if not item.checked and (loose or not is_text(value)):
+        return value
+    try:
+        return item.read(value)
+    except Invalid as error:
+        raise OptionError(item.name, f"{error}, not {short(value)}") from error
 
 
 def is_text(value: Any) -> bool:

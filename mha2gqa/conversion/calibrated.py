@@ -17,20 +17,21 @@ from ..architectures.wide import stored_heads
 from ..calibration import (
     load_statistics,
 )
+from ..checkpoints.in_memory_model import require_class, require_language_model, require_whole
 from ..checkpoints.loading import resolve_device
 from ..checkpoints.reader import Checkpoint
 from ..checkpoints.streaming import ResidentLayers
 from ..config.convert import DEFAULT_METHOD, ConvertConfig
-from ..config.given import require_model
+from ..config.option import taken
 from ..config.reconstruct import Effort, with_effort
 from ..config.signature import names_in_python
 from ..errors import UnsupportedModelError
 from ..progress import Callback, Progress, reporting
 from ..reconstruct import ReconstructConfig
-from .calibration_options import CALIBRATED, CalibrationOptions, Stage
+from .calibration_options import CALIBRATED, CalibrationOptions, Stage, grouping_asked
 from .converted import Converted
-from .in_memory import assemble, plan_model
-from .inputs import Inputs
+from .in_memory import assemble, keep_trainable, plan_model
+from .inputs import Inputs, given_inputs
 from .known_statistics import about_statistics, check_owner, saved_statistics, statistics_warnings
 from .plan import ATTENTION, Groupings, Plan
 from .rewrite import module_converters
@@ -67,17 +68,11 @@ def calibrate(
         UsageError: Options that need text, or contradict the method.
         DataError: The text is too short.
     """
-    fit, warnings = options.fitting(bool(options.texts)), list[str]()
+    fit = options.fitting(bool(options.texts))
     options.how(plan)
-    if options.fit is not None and fit is None:
-        warnings.append(
-            "no module is fitted, for want of calibration data or as asked: --fit is left alone, and --effort"
-        )
-    if fit is not None:
-        warnings += [f"--fit {sentence} and is left alone" for sentence in fit.unread()]
-    if options.statistics and plan.method not in CALIBRATED:
+    warnings = options.left_alone(plan, fit)
+    if plan.method not in CALIBRATED:
         options = replace(options, statistics=None)
-        warnings.append(f"method {plan.method} uses no statistics: --statistics is left alone")
     if options.texts and all(module.unchanged for module in plan.modules):
         warnings.append("nothing to share: calibration text is not used")
         return Calibrated(
@@ -135,10 +130,18 @@ def convert_live(teacher: Any, plan: Plan, inputs: Inputs | None, options: Calib
     if inputs is not None:
         _check_calibrated(plan, type(teacher).__name__)
     fit = options.fitting(inputs is not None)
+    warnings = options.left_alone(plan, fit)
+    if plan.method not in CALIBRATED:
+        options = replace(options, statistics=None)
     state = teacher.state_dict()
-    statistics = saved_statistics(plan, state.__getitem__, options)
     if inputs is not None:
-        return walked(ResidentLayers(teacher), plan, inputs, options, fit, statistics)
+        statistics = saved_statistics(plan, state.__getitem__, options)
+        made = walked(ResidentLayers(teacher), plan, inputs, options, fit, statistics)
+        return replace(made, warnings=warnings + made.warnings)
+    statistics = None
+    if options.statistics:
+        statistics = load_statistics(options.statistics)
+        check_owner(statistics, plan, state.__getitem__)
     plan, fields = grouped(plan, state.__getitem__, statistics, options)
     shapes = {name: tuple(x.shape) for name, x in state.items()}
     converters = module_converters(plan, shapes, state.__getitem__, statistics)
@@ -146,7 +149,8 @@ def convert_live(teacher: Any, plan: Plan, inputs: Inputs | None, options: Calib
         converter.fields = dict(fields.get(converter.module.path, {}))
     model = assemble(teacher, plan, converters, state)
     reports = {c.module.path: c.report for c in converters}
-    return Converted(model, plan, reports, about_statistics(statistics), statistics_warnings(statistics))
+    warnings += statistics_warnings(statistics)
+    return Converted(model, plan, reports, about_statistics(statistics), warnings)
 
 
 # --- public --------------------------------------------------------------------------------------------
@@ -180,7 +184,7 @@ def convert_model(
         groups: KV heads G to reach.
         method: A key of `MERGERS`.
         calibration: Token blocks `[N, T + 1]` (`data.token_blocks`); for an encoder-decoder keyword tensors
-            with N rows each: `input_ids`, `decoder_input_ids`, `labels`.
+            with N rows each: `input_ids`, `decoder_input_ids`, `labels`. The model must have its output head.
         statistics: File of saved second moments: used if it exists, else written.
         grouping: `neighbours`, `search` (the default of `joint` and `align`) or a file of partitions.
         groupings: Which heads share, by module path, instead of `grouping`.
@@ -197,31 +201,56 @@ def convert_model(
     Returns:
         A working model with its own tensors, in eval mode: of the same class, of the stock class it is written as,
         or of the class exported beside checkpoints whose stock class has no KV-head count (its code travels
-        with `save_pretrained`).
+        with `save_pretrained`). Parameters ask for gradients as those of the same name in `model` do, new ones do.
+
+    Raises:
+        UsageError, UnsupportedModelError: Arguments or the model are invalid, or its weights are not all here.
 
     Example:
         >>> blocks = token_blocks(tokenizer, read_documents("train.jsonl"), 512)  # doctest: +SKIP
         >>> small = convert_model(model, groups=8, calibration=blocks)  # doctest: +SKIP
     """
-    require_model("model", model)
-    method = method or DEFAULT_METHOD
-    model = arch_converted_model(model, stored_heads(groups, wide), as_)
-    plan = plan_model(model, groups, method, groupings, seed, attention, wide)
+    require_whole("model", model)
+    given = taken(
+        ConvertConfig,
+        {
+            "method": method,
+            "statistics": statistics,
+            "refit": refit,
+            "reconstruct": reconstruct,
+            "seed": seed,
+            "as_": as_,
+            "attention": attention,
+            "wide": wide,
+            "grouping": grouping_asked(grouping, groupings),
+        },
+    )
+    method, wide = given["method"] or DEFAULT_METHOD, given["wide"]
+    original, model = model, arch_converted_model(model, stored_heads(groups, wide), given["as_"])
+    plan = plan_model(model, groups, method, groupings, given["seed"], given["attention"], wide)
+    require_class("model", original)
+    if plan.export is not None:  # one class for each type, with its head
+        require_language_model("model", original)
     device = next(model.parameters()).device
     options = CalibrationOptions(
-        statistics=statistics,
-        grouping=grouping if groupings is None else "given",
-        refit=refit,
-        reconstruct=reconstruct,
-        fit=with_effort(effort, fit) or ReconstructConfig(),
+        statistics=given["statistics"],
+        grouping=given["grouping"],
+        refit=given["refit"],
+        reconstruct=given["reconstruct"],
+        fit=with_effort(effort, fit),
         device=str(device),
-        seed=seed,
+        seed=given["seed"],
     )
-    inputs = None if calibration is None else Inputs(calibration).to(device)
-    if inputs is not None:
+    inputs = None
+    if calibration is not None:
         check_read(plan.source, "--calibration")
+        require_language_model("model", model)
+        inputs = given_inputs(calibration, model, plan.source).to(device)
     elif statistics is None:
         for sentence in data_free_warnings(plan):
             logger.warning("%s", sentence)
     with reporting(progress or (Callback(stage) if stage else None)):
-        return convert_live(model, plan, inputs, options).model
+        made = convert_live(model, plan, inputs, options)
+    for sentence in made.warnings:
+        logger.warning("%s", sentence)
+    return keep_trainable(made.model, original)

@@ -11,13 +11,27 @@ from ..checkpoints.output import check_name
 from ..config import ConvertConfig, OptionError, ReconstructConfig
 from ..data import PairOptions, TextSource
 from ..progress import current
-from .plan import Plan
+from .plan import Groupings, Plan
 
 CALIBRATED = ("joint", "align")  # methods that know which heads fit together, and use moments
 FLOAT32_PARAMETERS = 10**9  # models up to this size are worked on in float32
 WINDOW = ConvertConfig.calibration_window
 Stage = Callable[[str, int, int], None]
+GIVEN = "given"  # the groupings that the plan holds
 UNITS = {"statistics": "blocks", "grouping": "layers", "fitting": "layers", "distilling": "steps"}
+
+
+def grouping_asked(grouping: str | None, groupings: Groupings | None) -> str | None:
+    """How heads are grouped, `given` where the groupings are given by module.
+
+    Raises:
+        OptionError: Both are asked for.
+    """
+    if groupings is None:
+        return grouping
+    if grouping is not None:
+        raise OptionError("grouping", "decides what groupings gives, too", "leave one of them out")
+    return GIVEN
 
 
 @dataclass(frozen=True)
@@ -56,14 +70,17 @@ class CalibrationOptions:
 
     @classmethod
     def of(
-        cls, config: ConvertConfig, texts: tuple[str, ...] | TextSource, given: bool = False
+        cls, config: ConvertConfig, texts: tuple[str, ...] | TextSource, groupings: Groupings | None = None
     ) -> CalibrationOptions:
         """What the options of `convert` say about calibration.
 
         Args:
             config: Those options.
             texts: Its `calibration`, as it is read.
-            given: Whether the groupings are given, by module.
+            groupings: Those that are given, by module.
+
+        Raises:
+            OptionError: `grouping` is given, too.
         """
         return cls(
             texts,
@@ -71,7 +88,7 @@ class CalibrationOptions:
             config.calibration_window,
             config.text_column,
             config.statistics,
-            "given" if given else config.grouping,
+            grouping_asked(config.grouping, groupings),
             config.refit,
             config.reconstruct,
             config.fitting,
@@ -80,6 +97,24 @@ class CalibrationOptions:
             config.trust_remote_code,
             PairOptions.of(config),
         )
+
+    def left_alone(self, plan: Plan, fit: ReconstructConfig | None) -> list[str]:
+        """Warnings of what was asked and is not read.
+
+        Args:
+            plan: The conversion.
+            fit: The stages after merging, None for none.
+        """
+        found = []
+        if self.fit is not None and fit is None:
+            found.append(
+                "no module is fitted, for want of calibration data or as asked: --fit is left alone, and --effort"
+            )
+        if fit is not None:
+            found += [f"--fit {sentence} and is left alone" for sentence in fit.unread()]
+        if self.statistics and plan.method not in CALIBRATED:
+            found.append(f"method {plan.method} uses no statistics: --statistics is left alone")
+        return found
 
     def fitting(self, text: bool) -> ReconstructConfig | None:
         """The stages after merging, or None if there are none.

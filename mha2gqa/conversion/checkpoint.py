@@ -76,7 +76,7 @@ def convert(
     if texts:  # torchrun splits the text over its processes
         distributed.initialize(resolve_device(config.device).type)
     job, plan = _prepare(config, groupings, bool(texts))
-    calibration = CalibrationOptions.of(config, texts, groupings is not None)
+    calibration = CalibrationOptions.of(config, texts, groupings)
     opened = written(job.seen, job.out, config.trust_remote_code) if texts else nullcontext(job.seen)
     lost = distributed.lost_processes("convert", "the last finished layer", CheckpointError)
     with lost, reporting(_listener(progress, stage)), opened as checkpoint:

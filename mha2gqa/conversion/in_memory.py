@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..architectures import AttentionSpec, config_changes, find_spec
+from ..architectures.explain import refuse_quantised
 from ..modeling import exported_class, register
 from .plan import ATTENTION, Groupings, Plan, plan_for_spec
 from .rewrite import ModuleConverter
@@ -79,6 +80,7 @@ def plan_model(
     """The conversion of a live model: tensor names are those of its state dict."""
     config = json.loads(model.config.to_json_string(use_diff=False))
     shapes = {name: tuple(x.shape) for name, x in model.state_dict().items()}
+    refuse_quantised(config, shapes)
     spec = find_spec(config).in_memory()
     return plan_for_spec(spec, config, shapes, groups, method, groupings, seed, attention, wide)
 
@@ -100,6 +102,19 @@ def assemble(
     if hasattr(new, "tie_weights"):
         new.tie_weights()
     return new.eval()
+
+
+def keep_trainable(new: Any, model: Any) -> Any:
+    """A converted model whose parameters ask for gradients as those of the same name in the original do; new ones do.
+
+    Args:
+        new: The converted model.
+        model: The original, as it was given.
+    """
+    wanted = {name: p.requires_grad for name, p in model.named_parameters()}
+    for name, p in new.named_parameters():
+        p.requires_grad_(wanted.get(name, p.is_floating_point()))
+    return new
 
 
 def empty_copy(model: Any, plan: Plan) -> Any:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..calibration import Batch
-from ..checkpoints.hf_config import is_encoder_decoder, known_config, longest_context
+from ..checkpoints.hf_config import is_encoder_decoder, known_config, longest_context, vocabulary_size
 from ..checkpoints.loading import load_model
 from ..config.convert import MOST_RECORDINGS
 from ..data import (
@@ -23,13 +23,14 @@ from ..data import (
     cut_blocks,
     encode_documents,
     first_tokens,
+    require_blocks,
     span_corruption,
     within,
 )
 from ..data.generation import with_targets
 from ..data.seq2seq import IGNORE_INDEX, Example, PairEncoder, encoder_positions, is_audio, open_encoder
 from ..data.spans import sentinel_ids
-from ..errors import DataError
+from ..errors import DataError, UsageError, quoted
 from ..evaluation import block_loss
 from ..progress import current
 from .calibration_options import CalibrationOptions
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 MIN_TOKENS, MIN_TARGETS = 64, 8  # less text says nothing
 CHECKED_PAIRS = 10_000  # looked at before any is encoded
 HELD_OUT = 16  # blocks kept back to judge the result by, at most
-LABELS = "labels"
+LABELS, DECODER_IDS = "labels", "decoder_input_ids"
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,41 @@ class Inputs:
             return {}
         count = int((self.rows[LABELS] != IGNORE_INDEX).sum())
         return {"examples": len(self), "target_tokens": count}
+
+
+def given_inputs(calibration: Any, model: Any, config: Mapping[str, Any]) -> Inputs:
+    """What a caller in Python gives to calibrate on, checked.
+
+    Args:
+        calibration: Token blocks `[N, T + 1]`; of an encoder-decoder keyword tensors with N rows each.
+        model: What reads it.
+        config: Its raw config.
+
+    Raises:
+        UsageError: It is of another kind, empty, or holds ids that the model has no embedding for.
+    """
+    embeddings = vocabulary_size(config)
+    if not is_encoder_decoder(config):
+        require_blocks("calibration", calibration, embeddings)
+        return Inputs(torch.as_tensor(calibration).long())
+    if not isinstance(calibration, Mapping) or not calibration:
+        raise UsageError(
+            f"must be keyword tensors of an encoder-decoder, not {quoted(calibration)}",
+            where="calibration",
+            fix=f"give {model.main_input_name}, {DECODER_IDS} and {LABELS}",
+        )
+    if missing := [n for n in (model.main_input_name, DECODER_IDS, LABELS) if n not in calibration]:
+        raise UsageError(f"lacks {' and '.join(missing)}", where="calibration", fix="give tensors of N rows")
+    rows = {name: torch.as_tensor(x) for name, x in calibration.items()}
+    for name in ("input_ids", DECODER_IDS):
+        if name in rows:
+            require_blocks(f"calibration[{name!r}]", rows[name], embeddings)
+    if len({len(x) for x in rows.values()}) > 1:
+        said = ", ".join(f"{name} {len(x)}" for name, x in rows.items())
+        raise UsageError(
+            f"has tensors of different lengths ({said})", where="calibration", fix="give N rows each"
+        )
+    return Inputs(rows)
 
 
 def calibration_inputs(

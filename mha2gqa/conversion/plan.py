@@ -22,7 +22,7 @@ from ..architectures import (
     wide_changes,
 )
 from ..architectures import geometry as module_geometry
-from ..architectures.explain import check_layers, not_found, refuse_latent, refuse_quantised
+from ..architectures.explain import check_layers, not_found, refuse_adapters, refuse_latent, refuse_quantised
 from ..checkpoints.config_spelling import both_spellings
 from ..checkpoints.reader import edit_config
 from ..errors import UsageError
@@ -150,6 +150,7 @@ def plan_modules(
         UnsupportedModelError: No attention module is found.
         CheckpointError: Tensors and config disagree, or attention layers are missing.
     """
+    refuse_adapters(shapes)
     refuse_latent(config, shapes)
     modules = find_attention_modules(spec, shapes)
     if not modules:

@@ -33,7 +33,8 @@ def convert_command(asked: PlanConfig, groups: int, spec: AttentionSpec, source:
         source: Its raw config.
     """
     name = str(asked.source)
-    words = ["mha2gqa", "convert", name, f"{Path(name).name}-gqa{groups}", "--groups", str(groups)]
+    out = f"{Path(name).name}-gqa{groups}" + (f"-wide{asked.wide}" if asked.wide > 1 else "")
+    words = ["mha2gqa", "convert", name, out, "--groups", str(groups)]
     words += ["--wide", str(asked.wide)] if asked.wide > 1 else []
     words += [] if spec.unread or spec.uncalibrated else CALIBRATION[trained_on(source)].split()
     words += [] if asked.as_ == "auto" else ["--as", asked.as_]

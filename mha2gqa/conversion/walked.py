@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from threading import Lock
 from typing import Any
 
 from torch import Tensor
@@ -15,6 +16,7 @@ from ..calibration import (
 from ..checkpoints.streaming import Layers
 from ..progress import current
 from ..reconstruct import ReconstructConfig, distill
+from ..reconstruct.train_state import undisturbed
 from .calibration_options import CalibrationOptions
 from .converted import Converted, fit_config
 from .inputs import Inputs, held_out_loss, split_held_out
@@ -23,6 +25,8 @@ from .search import grouped
 from .storing import result_spec
 from .walk import Walk
 from .work_dir import WorkDir
+
+_ONE_AT_A_TIME = Lock()
 
 
 def walked(
@@ -35,7 +39,24 @@ def walked(
     work: WorkDir | None = None,
     stored: str | None = None,
 ) -> Converted:
-    """Walk over the blocks of a model, and train it end to end where the options ask for it."""
+    """Walk over the blocks of a model, and train it end to end where the options ask for it.
+
+    One walk at a time in a process: attention is observed, and kernels are chosen, for all of it.
+    """
+    with _ONE_AT_A_TIME, undisturbed(layers.device):
+        return _walked(layers, plan, inputs, options, fit, statistics, work, stored)
+
+
+def _walked(
+    layers: Layers,
+    plan: Plan,
+    inputs: Inputs,
+    options: CalibrationOptions,
+    fit: ReconstructConfig | None,
+    statistics: Statistics | None,
+    work: WorkDir | None,
+    stored: str | None,
+) -> Converted:
     warnings = []
     seen, kept = split_held_out(inputs)
     if kept is None and fit is not None:

@@ -6,7 +6,7 @@ pairs of it; `encoding`, `blocks`, `chat` and `spans` turn text into what a deco
 grow with the corpus.
 """
 
-from .blocks import Block, Place, cut, cut_blocks, first_tokens, token_blocks
+from .blocks import Block, Place, cut, cut_blocks, first_tokens, require_blocks, token_blocks
 from .encoding import bos_id, encode_documents, eos_id, within
 from .holdout import held_out
 from .pairs import Pair, PairOptions, PairSource
@@ -35,6 +35,7 @@ __all__ = [
     "paths_or_source",
     "read_documents",
     "read_records",
+    "require_blocks",
     "span_corruption",
     "token_blocks",
     "within",

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ..errors import DataError, UsageError
+from ..errors import DataError, UsageError, quoted
 from .encoding import encode_documents
 
 if TYPE_CHECKING:
@@ -106,6 +106,37 @@ def cut_blocks(
 ) -> Iterator[np.ndarray]:
     """The ids `[window + overlap]` of the blocks of `cut`."""
     return (block.ids for block in cut(documents, window, overlap=overlap, max_tokens=max_tokens))
+
+
+def require_blocks(name: str, blocks: Any, embeddings: int | None, *, masked: bool = False) -> None:
+    """Refuse what is not token blocks of a model.
+
+    Args:
+        name: The argument.
+        blocks: What was given for it: ids `[N, T + 1]`, of torch or numpy.
+        embeddings: How many the model has; None if that is not known.
+        masked: Whether ids without loss may be `-id - 1`.
+
+    Raises:
+        UsageError: It has another shape or type, no row, no target, or ids that the model has no embedding for.
+    """
+    shape, kind = tuple(getattr(blocks, "shape", ())), str(getattr(blocks, "dtype", ""))
+    if len(shape) != 2 or "int" not in kind:
+        said = quoted(blocks) if len(shape) != 2 else f"{kind.rpartition('.')[2]} {list(shape)}"
+        raise UsageError(
+            f"must be token ids [N, T + 1], not {said}", where=name, fix="data.token_blocks makes them"
+        )
+    if shape[0] < 1 or shape[1] < 2:
+        raise UsageError(f"{list(shape)} are no rows of at least two ids", where=name, fix="give more text")
+    ids: Any = blocks
+    lowest, highest = int(ids.min()), int(ids.max())
+    highest = max(highest, -lowest - 1)
+    if embeddings is not None and (highest >= embeddings or (lowest < 0 and not masked)):
+        raise UsageError(
+            f"holds id {lowest if lowest < 0 and not masked else highest}, the model has {embeddings} embeddings",
+            where=name,
+            fix="use the tokenizer the model was trained with",
+        )
 
 
 def first_tokens(documents: Iterable[np.ndarray], count: int) -> np.ndarray:

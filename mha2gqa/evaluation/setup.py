@@ -19,6 +19,7 @@ from ..checkpoints.hf_config import (
     longest_context,
     stored_dtype,
 )
+from ..checkpoints.in_memory_model import require_language_model
 from ..checkpoints.loading import (
     load_tokenizer,
     resolve_device,
@@ -29,7 +30,7 @@ from ..data.audio import KeptFeatures
 from ..data.memory import Replayed
 from ..data.seq2seq import PairEncoder, is_audio, load_extractor, open_encoder
 from ..data.spans import ENCODER_TOKENS, sentinel_ids
-from ..errors import DataError, UsageError
+from ..errors import DataError, UsageError, quoted
 from .evaluate_result import EvaluateConfig, LoadedModel, ModelRef, model_name
 from .generation_metrics import choose_metrics
 from .lm_eval import TaskScores, check_tasks
@@ -115,6 +116,9 @@ def prepare(config: EvaluateConfig) -> ResolvedConfig:
         )
     if not config.subjects:
         raise UsageError("no model was named", where="evaluate")
+    for subject in config.subjects:
+        if isinstance(subject, LoadedModel):
+            require_language_model(f"LoadedModel {quoted(subject.name)}", subject.model)
     for name, value in (("batch-size", config.batch_size), ("max-tokens", config.max_tokens)):
         if value is not None and value < 1:
             raise UsageError("must be at least 1", where=f"--{name} {value}")
@@ -135,6 +139,7 @@ def prepare(config: EvaluateConfig) -> ResolvedConfig:
     stride = _stride(config, window, warnings)
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device, stored_dtype(entries[0].config))
+    warnings += _as_they_are(config)
     same = all(_same_tokenizer(entries[0], entry, text) for entry in entries[1:])
     if not same:
         _check_fair(config, reference)
@@ -142,6 +147,20 @@ def prepare(config: EvaluateConfig) -> ResolvedConfig:
     return ResolvedConfig(
         config, text, entries, reference, window, stride, dtype, device, same, warnings, metrics
     )
+
+
+def _as_they_are(config: EvaluateConfig) -> list[str]:
+    """Warnings of models in memory, which keep their dtype and device whatever was asked."""
+    found = []
+    for subject in config.subjects:
+        if not isinstance(subject, LoadedModel):
+            continue
+        own = next(subject.model.parameters())
+        if config.dtype != "auto" and resolve_dtype(config.dtype) != own.dtype:
+            found.append(f"{subject.name} is in memory and stays {own.dtype}: --dtype is left alone")
+        if config.device != "auto" and resolve_device(config.device) != own.device:
+            found.append(f"{subject.name} is in memory and stays on {own.device}: --device is left alone")
+    return found
 
 
 def _open_data(config: EvaluateConfig, warnings: list[str]) -> tuple[TextSource | PairSource, EvaluateConfig]:

@@ -36,6 +36,13 @@ def frozen(*models: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
+def undisturbed(device: torch.device) -> Iterator[None]:
+    """Gradients and dtypes as they are without the caller's inference mode and autocast."""
+    with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
+        yield
+
+
+@contextmanager
 def repeatable() -> Iterator[None]:
     """Backward passes that add up in one order, so that the same seed gives the same bytes on a GPU too."""
     if not torch.cuda.is_available():

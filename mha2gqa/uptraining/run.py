@@ -14,12 +14,13 @@ from typing import Any, Unpack
 import torch
 from transformers import TrainerCallback
 
-from ..checkpoints.hf_config import is_encoder_decoder, stored_dtype, text_config
+from ..checkpoints.hf_config import is_encoder_decoder, stored_dtype, text_config, vocabulary_size
+from ..checkpoints.in_memory_model import require_language_model
 from ..checkpoints.loading import load_model, load_tokenizer, resolve_device
 from ..config import TrainerOptions, UptrainConfig
-from ..config.given import require_model
 from ..config.keywords import TrainModelKeywords, UptrainKeywords
 from ..config.signature import takes_options
+from ..data import require_blocks
 from ..data.seq2seq import Example, PairEncoder
 from ..distributed import is_rank_zero, lost_processes
 from ..errors import TrainingError, UsageError, quoted
@@ -125,7 +126,7 @@ def train_model(
         As `uptrain`, without an output.
 
     Raises:
-        UsageError: `blocks` are of another kind, or options that do not fit.
+        UsageError: `blocks` are of another kind, options that do not fit, or a model that cannot be trained.
         DataError: No pair, or one without a target.
 
     Example:
@@ -133,7 +134,11 @@ def train_model(
         >>> train_model(student, examples, encoder=encoder, teacher=original, tokens=100_000)
     """
     begin = time.perf_counter()
-    require_model("model", model)
+    require_language_model("model", model)
+    if teacher is not None:
+        require_language_model("teacher", teacher)
+    if not any(p.requires_grad for p in model.parameters()):
+        raise UsageError("no parameter asks for a gradient", where="model", fix="model.requires_grad_(True)")
     config = make_config("", "", (), options)
     run, corpus = _in_memory(config, model, blocks, held_out, teacher is not None, collate, encoder)
     resolve_device(config.device)
@@ -174,10 +179,12 @@ def _in_memory(
         freeze_constants(model)
         kept = None if held_out is None else PairsInMemory(held_out, encoder)
         return corpus_in_memory(run, PairsInMemory(blocks, encoder), kept)
-    if len(getattr(blocks, "shape", ())) != 2:
-        raise UsageError(f"must be token ids [N, T + 1], not {quoted(blocks)}", where="blocks")
-    run = prepare_in_memory(config, model, int(blocks.shape[1]) - 1, distils)
     collate = collate or Collator()
+    embeddings = vocabulary_size(model.config.to_dict())
+    for name, ids in (("blocks", blocks), ("held_out", held_out)):
+        if ids is not None:
+            require_blocks(name, ids, embeddings, masked=collate.counts_labels)
+    run = prepare_in_memory(config, model, int(blocks.shape[1]) - 1, distils)
     count = run.budget.steps * run.budget.blocks_per_step
     order = BlockOrder(blocks, count, config.seed, collate)
     return run, Corpus(order, held_out, len(blocks) * run.budget.window, collate)

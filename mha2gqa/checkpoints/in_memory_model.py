@@ -1,0 +1,117 @@
+"""A model in memory, as callers of the Python functions hand it over: whole, of plain tensors, with an output head."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..config.given import require_model
+from ..errors import UsageError, listed, quoted
+
+
+def require_whole(name: str, model: Any) -> None:
+    """Refuse a model in memory whose weights cannot be read and made anew.
+
+    Args:
+        name: The argument.
+        model: What was given for it.
+
+    Raises:
+        UsageError: It is no model of transformers, or its weights are elsewhere, quantised or sharded.
+    """
+    require_model(name, model)
+    state = model.state_dict()
+    for tensor, x in state.items():
+        if not isinstance(x, Tensor):
+            what = f"{tensor} is no tensor but {quoted(x)}"
+            raise UsageError(what, where=name, fix="give the model as it was before it was quantised")
+        if x.is_meta:
+            what = f"{tensor} is on the meta device, where no numbers are"
+            raise UsageError(
+                what, where=name, fix="load it whole on one device, without offload; or convert its folder"
+            )
+        if type(x.detach()) is not Tensor:
+            what = f"{tensor} is a {type(x).__name__}, quantised or a part of a tensor"
+            raise UsageError(what, where=name, fix="load the model in its own dtype, whole on one device")
+        if x.is_inference():
+            what = f"{tensor} was made in torch.inference_mode(), and cannot be trained or shared"
+            raise UsageError(what, where=name, fix="load the model outside of it")
+    _require_tied(name, model, state)
+    devices = sorted({str(x.device) for x in state.values()})
+    if len(devices) > 1:
+        what = f"its weights lie on {len(devices)} devices ({listed(devices)})"
+        raise UsageError(what, where=name, fix="load it on one; or convert its folder, which needs no more")
+
+
+def _require_tied(name: str, model: Any, state: Mapping[str, Tensor]) -> None:
+    """Refuse tensors that the config says are one, and that differ: a copy of the model would have one of them."""
+    for one, other in (getattr(model, "all_tied_weights_keys", None) or {}).items():
+        a, b = state.get(one), state.get(other)
+        if a is None or b is None or a.data_ptr() == b.data_ptr() or torch.equal(a, b):
+            continue
+        raise UsageError(
+            f"{one} is not {other}, which its config ties it to",
+            where=name,
+            fix="set tie_word_embeddings of its config to False, or tie them again: model.tie_weights()",
+        )
+
+
+def require_class(name: str, model: Any) -> None:
+    """Refuse a model that its class does not make from its config: a copy would be another model.
+
+    Args:
+        name: The argument.
+        model: What was given for it.
+
+    Raises:
+        UsageError: The class needs more than a config, or has no place for some tensors.
+    """
+    kind = type(model)
+    needed = [
+        p.name
+        for p in list(inspect.signature(kind).parameters.values())[1:]
+        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
+    if needed:
+        what = f"a {kind.__name__} is not made of a config alone ({', '.join(needed)})"
+        raise UsageError(what, where=name, fix="give the model of transformers inside")
+    with torch.device("meta"):
+        known = kind(copy.deepcopy(model.config)).state_dict().keys()
+    if further := sorted(model.state_dict().keys() - known):
+        what = f"its class has no place for {listed(further)}"
+        raise UsageError(what, where=name, fix="take such modules off, and put them on the result")
+
+
+def require_language_model(name: str, model: Any) -> None:
+    """Refuse a model in memory that cannot be run for its logits.
+
+    Args:
+        name: The argument.
+        model: What was given for it.
+
+    Raises:
+        UsageError: It is no model of transformers, it was never loaded, or it gives no logits of tokens.
+    """
+    require_model(name, model)
+    moved = getattr(model, "hf_device_map", None)  # accelerate brings what lies elsewhere
+    if moved is None and any(p.is_meta for p in model.parameters()):
+        raise UsageError("is on the meta device, where no numbers are", where=name, fix="load its weights")
+    if not _gives_logits(model):
+        raise UsageError(
+            f"a {type(model).__name__} gives no logits of tokens",
+            where=name,
+            fix="give the model with its language-model head",
+        )
+
+
+def _gives_logits(model: Any) -> bool:
+    """Whether a model has an output head, or is of a class that generates with one of its own."""
+    own, generates = getattr(model, "get_output_embeddings", None), getattr(model, "can_generate", None)
+    if own is None or generates is None:  # no class of transformers: its forward shows
+        return True
+    return own() is not None or bool(generates())

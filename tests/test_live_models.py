@@ -1,0 +1,272 @@
+"""Models in memory in pipelines: what the Python functions keep of them, and what they refuse in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from conftest import pico_llama, word_tokenizer
+from families import stock_model
+from torch import nn
+
+import mha2gqa
+from mha2gqa import LoadedModel, convert_model, evaluate, train_model
+from mha2gqa.config import ConvertConfig
+from mha2gqa.config.option import taken
+from mha2gqa.conversion.warnings import loss_warnings
+from mha2gqa.errors import UsageError
+
+IDS = torch.randint(3, 60, (2, 24), generator=torch.Generator().manual_seed(1))
+BLOCKS = torch.randint(3, 60, (48, 17), generator=torch.Generator().manual_seed(3))
+FEW = {"steps": 4, "batch_size": 8}
+TEXTS = ["w1 w2 w3 w4 w5 w6 w7 w8 w9 w10 w11 w12 w13 w14 w15 w16 w17 w18 w19 w20"] * 4
+
+
+@torch.no_grad()
+def logits(model: Any) -> torch.Tensor:
+    return model(input_ids=IDS).logits
+
+
+def calibrated(model: Any, **options: Any) -> Any:
+    return convert_model(model, 4, calibration=BLOCKS, fit=FEW, **options)
+
+
+def refused(call: Callable[[], Any]) -> str:
+    with pytest.raises(UsageError) as error:
+        call()
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+# --- what is kept ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("data", [None, BLOCKS])
+def test_parameters_ask_for_gradients_as_those_of_the_original_do(data: torch.Tensor | None) -> None:
+    model = pico_llama()
+    model.model.embed_tokens.weight.requires_grad_(False)
+    new = convert_model(model, 4, calibration=data, fit=FEW if data is not None else None)
+    for one in (model, new):
+        assert [n for n, p in one.named_parameters() if not p.requires_grad] == ["model.embed_tokens.weight"]
+
+
+def test_a_calibrated_model_can_be_trained() -> None:
+    model = pico_llama()
+    new = calibrated(model)
+    before = new.lm_head.weight.detach().clone()
+    train_model(new, BLOCKS, teacher=model, tokens=512, batch_tokens=256, device="cpu")
+    assert not torch.equal(new.lm_head.weight, before)
+
+
+def test_what_surrounds_a_conversion_does_not_change_it() -> None:
+    model, right = pico_llama(), logits(calibrated(pico_llama()))
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = calibrated(model)
+    assert torch.equal(logits(inside), right)
+    with torch.inference_mode():
+        inside = calibrated(model)
+    assert torch.equal(logits(inside), right)
+    with ThreadPoolExecutor(2) as threads:
+        for made in threads.map(calibrated, [pico_llama(), pico_llama()]):
+            assert torch.equal(logits(made), right)
+
+
+@pytest.mark.parametrize("kind", ["int32", "numpy"])
+def test_blocks_may_be_of_any_integer_type(kind: str) -> None:
+    blocks = BLOCKS.int() if kind == "int32" else BLOCKS.numpy()
+    assert torch.equal(
+        logits(convert_model(pico_llama(), 4, calibration=blocks, fit=FEW)), logits(calibrated(pico_llama()))
+    )
+
+
+def test_one_kind_of_attention_may_stand_alone() -> None:
+    assert taken(ConvertConfig, {"attention": "self", "wide": "2"}) == {"attention": ("self",), "wide": 2}
+    assert torch.equal(
+        logits(convert_model(pico_llama(), 4, attention="self")), logits(convert_model(pico_llama(), 4))
+    )
+
+
+# --- what is refused -------------------------------------------------------------------------------------
+
+
+def on_meta() -> Any:
+    with torch.device("meta"):
+        return transformers.LlamaForCausalLM(pico_llama().config)
+
+
+def with_value_head() -> Any:
+    model = pico_llama()
+    model.v_head = nn.Linear(32, 1)
+    return model
+
+
+def untied() -> Any:
+    model = pico_llama(tie_word_embeddings=True)
+    model.lm_head.weight = nn.Parameter(torch.randn_like(model.lm_head.weight))
+    return model
+
+
+def with_adapter() -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(pico_llama(), LoraConfig(target_modules=["up_proj"], r=2)).base_model.model
+
+
+def made_of_more() -> Any:
+    class Own(transformers.LlamaForCausalLM):
+        def __init__(self, config: Any, extra: int) -> None:
+            super().__init__(config)
+
+    return Own(pico_llama().config, 3)
+
+
+def in_inference_mode() -> Any:
+    with torch.inference_mode():
+        return pico_llama()
+
+
+def quantised() -> Any:
+    model = pico_llama()
+    model.config.quantization_config = {"quant_method": "bitsandbytes"}
+    return model
+
+
+@pytest.mark.parametrize("data", [None, BLOCKS])
+@pytest.mark.parametrize(
+    ("make", "what"),
+    [
+        (on_meta, "is on the meta device, where no numbers are"),
+        (with_value_head, "its class has no place for v_head.bias, v_head.weight"),
+        (untied, "lm_head.weight is not model.embed_tokens.weight, which its config ties it to"),
+        (with_adapter, "adapters of PEFT are in it ('model.layers.0.mlp.up_proj.base_layer.weight')"),
+        (made_of_more, "a Own is not made of a config alone (extra)"),
+        (in_inference_mode, "was made in torch.inference_mode()"),
+        (quantised, "quantised checkpoint (bitsandbytes)"),
+        (lambda: nn.DataParallel(pico_llama()), "give model.module, which it wraps"),
+    ],
+)
+def test_a_model_that_cannot_be_copied_is_refused(
+    make: Callable[[], Any], what: str, data: torch.Tensor | None
+) -> None:
+    model = make()
+    assert what in refused(lambda: convert_model(model, 4, calibration=data))
+
+
+@pytest.mark.parametrize(
+    ("blocks", "what"),
+    [
+        (BLOCKS.float(), "must be token ids [N, T + 1], not float32 [48, 17]"),
+        (BLOCKS[0], "must be token ids [N, T + 1]"),
+        (BLOCKS.tolist(), "must be token ids [N, T + 1]"),
+        ("text.jsonl", "must be token ids [N, T + 1], not 'text.jsonl'"),
+        (BLOCKS[:0], "[0, 17] are no rows of at least two ids"),
+        (BLOCKS[:, :1], "[48, 1] are no rows of at least two ids"),
+        (BLOCKS + 40, "the model has 64 embeddings"),
+        (BLOCKS - 100, "the model has 64 embeddings"),
+    ],
+)
+def test_what_is_no_token_block_is_refused(blocks: Any, what: str) -> None:
+    for call in (
+        lambda: convert_model(pico_llama(), 4, calibration=blocks),
+        lambda: train_model(pico_llama(), blocks, tokens=512, batch_tokens=256),
+        lambda: train_model(pico_llama(), BLOCKS, held_out=blocks, tokens=512, batch_tokens=256),
+    ):
+        assert what in refused(call)
+
+
+def test_rows_of_an_encoder_decoder_are_checked() -> None:
+    rows = {"input_ids": BLOCKS, "decoder_input_ids": BLOCKS[:, :8], "labels": BLOCKS[:, 1:9]}
+    model = stock_model("t5")
+    short = rows | {"labels": rows["labels"][:5]}
+    for given, what in (
+        (BLOCKS, "must be keyword tensors of an encoder-decoder"),
+        ({"input_ids": BLOCKS, "labels": BLOCKS}, "calibration: lacks decoder_input_ids"),
+        (short, "has tensors of different lengths (input_ids 48, decoder_input_ids 48, labels 5)"),
+        (rows | {"input_ids": BLOCKS + 40}, "calibration['input_ids']: holds id 99"),
+    ):
+        assert what in refused(lambda given=given: convert_model(model, 2, calibration=given))
+    speech = stock_model("whisper")
+    assert "lacks input_features" in refused(lambda: convert_model(speech, 2, calibration=rows))
+
+
+def test_a_model_without_an_output_head_is_refused_where_logits_are_needed(tmp_path: Path) -> None:
+    config = pico_llama().config
+    config.pad_token_id = 0
+    tokenizer = transformers.AutoTokenizer.from_pretrained(word_tokenizer(tmp_path))
+    for model in (pico_llama().model, transformers.LlamaForSequenceClassification(config)):
+        assert convert_model(model, 4).config.num_key_value_heads == 4
+        for call in (
+            lambda model=model: calibrated(model),
+            lambda model=model: train_model(model, BLOCKS, tokens=512, batch_tokens=256),
+            lambda model=model: evaluate(LoadedModel("m", model, tokenizer), TEXTS, device="cpu"),
+        ):
+            assert f"a {type(model).__name__} gives no logits of tokens" in refused(call)
+    with_code = stock_model("bart").model  # whose result is of one class, with its head
+    assert "a BartModel gives no logits" in refused(lambda: convert_model(with_code, 2))
+
+
+def test_models_that_cannot_be_trained_or_scored_are_refused(tmp_path: Path) -> None:
+    frozen = pico_llama().requires_grad_(False)
+    budget = {"tokens": 512, "batch_tokens": 256}
+    assert "no parameter asks for a gradient" in refused(lambda: train_model(frozen, BLOCKS, **budget))
+    assert "meta device" in refused(lambda: train_model(on_meta(), BLOCKS, **budget))
+    text: Any = "original"
+    assert "teacher: must be a model" in refused(
+        lambda: train_model(pico_llama(), BLOCKS, teacher=text, **budget)
+    )
+    tokenizer = transformers.AutoTokenizer.from_pretrained(word_tokenizer(tmp_path))
+    assert "meta device" in refused(lambda: evaluate(LoadedModel("m", on_meta(), tokenizer), TEXTS))
+    swapped: Any = LoadedModel(pico_llama(), tokenizer, None)  # type: ignore[arg-type]
+    assert "must be a model of transformers" in refused(lambda: evaluate(swapped, TEXTS))
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"wide": 0}, "wide: must be >= 1, not 0"),
+        ({"seed": "x"}, "seed: must be a whole number"),
+        ({"method": "best"}, "method: must be one of"),
+        ({"grouping": "search", "groupings": {}}, "grouping: decides what groupings gives, too"),
+        ({"statistics": "absent.statistics"}, "No such file or directory"),
+    ],
+)
+def test_options_are_read_as_convert_reads_them(options: dict[str, Any], what: str) -> None:
+    assert what in refused(lambda: convert_model(pico_llama(), 4, **options))
+
+
+# --- what is told ----------------------------------------------------------------------------------------
+
+
+def test_what_was_asked_and_is_left_alone_is_told(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    convert_model(pico_llama(), 4, effort="quick")
+    assert "no module is fitted" in caplog.text
+    caplog.clear()
+    convert_model(pico_llama(), 4, calibration=BLOCKS[:2])
+    assert "too few to fit modules" in caplog.text
+    caplog.clear()
+    convert_model(pico_llama(), 4, method="mean", statistics=str(tmp_path / "absent"))
+    assert "method mean uses no statistics" in caplog.text
+    tokenizer = transformers.AutoTokenizer.from_pretrained(word_tokenizer(tmp_path))
+    model = LoadedModel("m", pico_llama().bfloat16(), tokenizer)
+    options: Any = {"protocol": "blocks", "window": 8, "device": "cpu"}
+    told = evaluate(model, TEXTS, dtype="float32", **options).warnings
+    assert "m is in memory and stays torch.bfloat16: --dtype is left alone" in told
+    assert not [w for w in evaluate(model, TEXTS, **options).warnings if "left alone" in w]
+
+
+def test_a_conversion_that_loses_nothing_is_not_warned_of(
+    pico: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = mha2gqa.convert(pico, tmp_path / "whole", 8, wide=2)  # each wide head holds two whole ones
+    assert not [w for w in whole.warnings if "without calibration data" in w]
+    half = mha2gqa.convert(pico, tmp_path / "half", 4, wide=2)
+    assert [w for w in half.warnings if "without calibration data" in w]
+    assert loss_warnings({"original": 3.0, "merged": 3.0002, "fitted": 3.0002}, 32000) == []
+    assert "fitting did not lower" in loss_warnings({"original": 3.0, "merged": 3.1, "fitted": 3.1}, 32000)[0]
+    assert "gqa4-wide2 --groups 4 --wide 2" in mha2gqa.plan(pico, groups=4, wide=2).recommended
+    assert "1 KV head of head_dim 8 holds the cache" in str(mha2gqa.plan(pico, groups=2, wide=2).warnings)

@@ -19,7 +19,7 @@ from transformers import AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
 
 from mha2gqa.data.audio import Audio, to_audio
 from mha2gqa.data.generation import decode, generate_ids, repeats, with_targets
-from mha2gqa.data.pairs import Pair, PairOptions, PairSource
+from mha2gqa.data.pairs import Pair, PairOptions, PairSource, recordings
 from mha2gqa.data.seq2seq import PairEncoder, open_encoder, pad_encoder
 from mha2gqa.errors import DataError, UsageError
 
@@ -251,11 +251,20 @@ def test_the_prompt_of_whisper(models: dict[str, Path], tmp_path: Path) -> None:
         (PairOptions(source_language="xx"), "--source-lang xx: is not a language of Whisper; codes are af"),
         (PairOptions(source_language="fr"), r"has no token <\|fr\|>"),
         (PairOptions(source_language="en", task="sing"), "--task sing: must be transcribe or translate"),
+        (
+            PairOptions(source_language="de", target_language="fr"),
+            "--target-lang fr: Whisper writes the language that is spoken, or English with --task translate",
+        ),
+        (PairOptions(source_language="de", source_prefix="say "), "--source-prefix: recordings have no text"),
     ):
         with pytest.raises(UsageError, match=message):
             open_encoder(models["many"], options)
     with pytest.raises(UsageError, match="transcribes English only"):
         open_encoder(models["whisper"], PairOptions(source_language="de"))
+    with pytest.raises(UsageError, match="--task translate: is a task of Whisper's; leave it out"):
+        open_encoder(models["marian"], PairOptions(task="translate"))
+    both = PairOptions(source_language="de", target_language="English", task="translate")
+    assert open_encoder(models["many"], both).prompt == many.prompt
 
 
 def test_languages_of_translation_models(models: dict[str, Path]) -> None:
@@ -411,6 +420,18 @@ def test_recordings_whose_targets_are_written_count_once(
     monkeypatch.setattr("mha2gqa.data.generation.decode", lambda encoder, ids: " ")
     assert list(with_targets(model, encoder, source)) == []
     assert "4 recordings left out, for which the model writes nothing" in encoder.report()
+
+
+def test_recordings_are_found_by_a_glob(tmp_path: Path) -> None:
+    folder = audio_folder(tmp_path / "audio", ["w1", "w2", "w3"])
+    pattern = str(folder / "*.wav")
+    assert recordings(pattern) == sorted(folder.glob("*.wav"))
+    assert len(list(PairSource(pattern, audio=True, targets=False))) == 3
+    with pytest.raises(DataError, match=r"recordings without transcripts; add metadata\.csv"):
+        list(PairSource(pattern, audio=True))
+    assert recordings(str(folder / "*")) == []  # a table is among them
+    with pytest.raises(DataError, match="no file matches"):
+        PairSource(str(folder / "*.flac"), audio=True)
 
 
 def test_an_empty_folder_is_told_in_words_of_recordings(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
@@ -296,10 +297,11 @@ def _sniffed(name: str, audio: bool) -> Sniffed | None:
 
 
 def recordings(name: str) -> list[Path]:
-    """The recordings a name stands for where no table lies beside them: a file of sound, or a folder of them."""
+    """The recordings a name stands for where no table lies beside them: a file of sound, a folder of them, a glob."""
     path = Path(name).expanduser()
     if not exists(path):
-        return []
+        found = sorted(map(Path, glob.glob(str(path), recursive=True))) if glob.has_magic(name) else []  # noqa: PTH207
+        return found if all(p.suffix.lower() in AUDIO_SUFFIXES and p.is_file() for p in found) else []
     if path.is_file():
         return [path] if path.suffix.lower() in AUDIO_SUFFIXES else []
     if any(path.rglob("metadata.*")):

@@ -40,6 +40,8 @@ def decoder_prompt(
     """
     if model_type == WHISPER:
         return _whisper(tokenizer, config, generation, options, name)
+    if options.task != "transcribe":
+        raise UsageError("is a task of Whisper's", where=f"--task {options.task}", fix="leave it out")
     start, forced = _start(tokenizer, config, generation, name), None
     if hasattr(tokenizer, "src_lang"):
         forced = _set_languages(tokenizer, options, name)
@@ -119,6 +121,7 @@ def _whisper(
 ) -> list[int]:
     names = ["<|startoftranscript|>"]
     language = options.source_language or options.target_language
+    _check_written(options)
     if generation.get("is_multilingual", config.vocab_size != ENGLISH_VOCABULARY):
         if language is None:
             raise UsageError(
@@ -128,9 +131,26 @@ def _whisper(
             raise UsageError("must be transcribe or translate", where=f"--task {options.task}")
         names += [f"<|{whisper_language(language)}|>", f"<|{options.task}|>"]
     elif options.task != "transcribe" or (language and whisper_language(language) != "en"):
-        raise UsageError("transcribes English only", where=name, fix="leave --source-lang and --task out")
+        raise UsageError("transcribes English only", where=name, fix="leave languages and --task out")
     names.append("<|notimestamps|>")
     return [_special(tokenizer, token, "--source-lang", name) for token in names]
+
+
+def _check_written(options: PairOptions) -> None:
+    """Refuse a language of the targets that Whisper does not write.
+
+    Raises:
+        UsageError: It is neither the one that is spoken, nor English from another.
+    """
+    source, target = options.source_language, options.target_language
+    if source and target:
+        written = "en" if options.task == "translate" else whisper_language(source)
+        if whisper_language(target) != written:
+            raise UsageError(
+                "Whisper writes the language that is spoken, or English with --task translate",
+                where=f"--target-lang {target}",
+                fix="leave it out",
+            )
 
 
 def whisper_language(name: str) -> str:

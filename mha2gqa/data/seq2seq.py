@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..checkpoints.hf_config import known_config, load_config_json
 from ..checkpoints.loading import load_tokenizer
-from ..errors import CheckpointError, DataError, reason
+from ..errors import CheckpointError, DataError, UsageError, reason
 from .audio import Audio, KeptFeatures
 from .pairs import Pair, PairOptions, stock_type
 from .pairs import is_audio as is_audio
@@ -134,6 +134,10 @@ class PairEncoder:
                 "no feature extractor",
                 where=name,
                 fix="copy the original's preprocessor_config.json beside it",
+            )
+        if self.audio and options.source_prefix:
+            raise UsageError(
+                "recordings have no text before them", where="--source-prefix", fix="leave it out"
             )
         self.prompt = decoder_prompt(tokenizer, self.model_type, self.known, self.generation, options, name)
         self.source_limit = self._limit(SOURCE_LIMITS, tokenizer.model_max_length)

@@ -19,7 +19,7 @@ COMMANDS = {
     "speech": """
         plan MOONSHINE
         convert MOONSHINE moonshine-gqa --groups 2 --calibration RECORDINGS --targets generate --no-reconstruct
-        evaluate MOONSHINE moonshine-gqa --data HELDOUT_RECORDINGS --metrics wer
+        evaluate MOONSHINE moonshine-gqa --data HELDOUT_RECORDINGS --metrics wer --retry-temperatures 0.2,1.0
         convert WHISPER named --groups 2 --calibration NAMED.jsonl --source-column sound --target-column said --calibration-tokens 40 --no-reconstruct
         convert MULTILINGUAL german --groups 2 --calibration SOUNDS --targets generate --beams 5 --source-lang de --task translate --no-reconstruct
         evaluate MULTILINGUAL german --data HELDOUT_RECORDINGS --metrics cer --source-lang German --task translate --max-wer-delta 1000 --metrics wer

@@ -237,7 +237,7 @@ def test_transcripts_that_are_empty_say_who_can_write_them(root: Path, tmp_path:
         DataError, match=r'all its 4 rows lack a source or a target; fill .*targets="generate"'
     ):
         convert(root / "whisper", tmp_path / "out", 4, calibration=tmp_path / "mute", device="cpu")
-    with pytest.raises(UsageError, match=r'writes nothing without a source; .* targets="generate"'):
+    with pytest.raises(UsageError, match=r'cannot generate text without a source; .* targets="generate"'):
         convert(root / "whisper", tmp_path / "out", 4, calibration="generate", device="cpu")
 
 

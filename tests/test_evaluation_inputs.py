@@ -121,7 +121,7 @@ def test_gates_on_generated_text() -> None:
     ):
         require(measure_gates(ROWS, max_wer_delta=1.0, max_bleu_drop=0.5))
     with pytest.raises(
-        UsageError, match="--max-wer-delta: would have nothing to judge by; score transcripts"
+        UsageError, match="--max-wer-delta: needs a figure that is not measured; score transcripts"
     ):
         measure_gates([{**row, "generation": None} for row in ROWS], max_wer_delta=1.0)
     with pytest.raises(UsageError, match="--max-bleu-drop -1: must be BLEU points >= 0"):

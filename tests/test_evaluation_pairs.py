@@ -207,7 +207,7 @@ def test_a_speech_model_is_not_compared_with_one_that_reads_text(root: Path, fir
     data = root / ("audio" if first == "whisper" else "pairs.jsonl")
     with pytest.raises(
         UsageError,
-        match=rf"{second}: reads (recordings, and \S*{first} text|text, and \S*{first} recordings): no data is for both",
+        match=rf"{second}: reads (recordings, and \S*{first} text|text, and \S*{first} recordings): no data suits both",
     ):
         evaluate([root / first, root / second], data, device="cpu")
 

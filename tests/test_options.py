@@ -234,7 +234,7 @@ def test_choices_and_ranges_hold_in_python(values: dict[str, Any], message: str)
         ({"groups": 2, "fit": {"setps": 5}}, "setps"),
         ({"groups": 2, "fit": {"holdout": 2}}, "holdout: must be > 0 and < 1"),
         ({"groups": 2, "refit": True}, "refit: needs text; give calibration"),
-        ({"groups": 2, "attention": ()}, "attention: names no kind"),
+        ({"groups": 2, "attention": ()}, "attention: must name a kind"),
     ],
 )
 def test_errors_of_convert_name_the_python_argument(words: dict[str, Any], message: str) -> None:

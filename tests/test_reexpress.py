@@ -320,7 +320,7 @@ def test_deepseek_moe_as_qwen2_moe(tmp_path: Path, first: int, every: int, norma
     _assert_equal(_logits(result, ids), right)
     _assert_equal(_cached_logits(result, ids), right)
     for changed in ({"scoring_func": "sigmoid"}, {"n_shared_experts": None}, {"routed_scaling_factor": 2.5}):
-        with pytest.raises(UnsupportedModelError, match="Qwen2-MoE has not the same experts"):
+        with pytest.raises(UnsupportedModelError, match="Qwen2-MoE's experts differ"):
             arch_conversion.plan(config | changed, tensors, 2, "qwen2_moe")
     assert arch_conversion.plan(config, tensors, 2) is None, "remote code only where asked for"
     done = convert(tmp_path / "remote", tmp_path / "gqa", 2, method="joint", as_="qwen2_moe")

@@ -340,7 +340,7 @@ def test_a_run_that_another_process_is_at(models, error, tmp_path):
     run_dir.open({"some": "recipe"})
     before = sorted(run_dir.root.iterdir())
     line = error("--tokens=256", "--force", code=2)
-    assert f"up.uptrain: process {os.getpid()} is running this; wait for it, or stop it" in line
+    assert f"up.uptrain: in use by process {os.getpid()}; wait for it, or stop it" in line
     assert sorted(run_dir.root.iterdir()) == before and not (tmp_path / "up").exists()
     run_dir.close()
     assert run_dir.open({"some": "recipe"})

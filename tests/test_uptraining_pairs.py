@@ -376,7 +376,7 @@ def test_layers_are_not_left_out_at_random(root: Path) -> None:
         ("marian", "pairs.jsonl", {"teacher_top_k": 8}, "teacher_top_k: not possible with pairs; leave it out"),
         (
             "marian", "pairs.jsonl", {"targets": "generate", "teacher": "none"},
-            "targets generate: needs the original, which writes them; name it with teacher",
+            "targets generate: requires the original, which generates them; name it with teacher",
         ),
         ("marian", "pairs.jsonl", {"target_lang": "fr"}, "knows no languages"),
         ("marian", "pairs.jsonl", {"objective": "next-token"}, "use span-corruption or pairs"),

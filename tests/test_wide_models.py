@@ -191,7 +191,7 @@ def test_fits_work_on_wide_heads(tmp_path: Path) -> None:
         ({"wide": 3}, 4, "does not divide groups 4; use one of 2, 4"),
         ({"wide": 8}, 4, "more than the 4 KV heads that share the cache; use one of 2, 4"),
         ({"wide": 2}, 1, "more than the 1 KV heads that share the cache; convert without wide"),
-        ({"wide": 2, "method": "mean"}, 4, "needs the joint optimum"),
+        ({"wide": 2, "method": "mean"}, 4, "not possible with method mean"),
         ({"wide": 0}, 4, "must be >= 1"),
         ({"wide": 2}, 6, "6 does not divide the 8 KV heads"),
     ],
@@ -208,7 +208,7 @@ def test_what_does_not_go_together_is_refused(
 @pytest.mark.parametrize(
     ("name", "changes", "what"),
     [
-        ("gemma", {"head_dim": 256}, "head_dim would be 512, and attention kernels end at 256"),
+        ("gemma", {"head_dim": 256}, "head_dim would be 512, and attention kernels support at most 256"),
         ("qwen3", {}, "a norm on each head of q and k"),
         ("olmo2", {}, "a norm over all heads of q and k"),
         ("jamba", {}, "its positions are not rotary"),

@@ -45,7 +45,7 @@ def baichuan(config: Mapping[str, Any], names: Iterable[str]) -> ArchConversion:
     """
     if "max_position_embeddings" not in config:
         raise UnsupportedModelError(
-            "the 13B models use ALiBi, which Llama has not", where="model_type 'baichuan'"
+            "the 13B models use ALiBi, which Llama does not have", where="model_type 'baichuan'"
         )
     version = {"BaiChuanForCausalLM": 1, "BaichuanForCausalLM": 2}.get(
         (config.get("architectures") or [""])[0]
@@ -219,7 +219,7 @@ def _check_deepseek(config: Mapping[str, Any]) -> None:
     odd += [f"no {key}" for key in ("n_routed_experts", "n_shared_experts") if not config.get(key)]
     if odd:
         raise UnsupportedModelError(
-            f"Qwen2-MoE has not the same experts: {', '.join(odd)}", where="model_type 'deepseek'"
+            f"Qwen2-MoE's experts differ: {', '.join(odd)}", where="model_type 'deepseek'"
         )
 
 

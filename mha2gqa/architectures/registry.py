@@ -64,7 +64,7 @@ def check_read(config: Mapping[str, Any], where: str) -> None:
         raise UnsupportedModelError(
             f"{config['model_type']}: {spec.unread}",
             where=where,
-            fix="convert it without calibration, and hold what it makes against the original",
+            fix="convert it without calibration, and compare its outputs with the original's",
         )
 
 

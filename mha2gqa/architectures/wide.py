@@ -41,7 +41,7 @@ def check_wide(
         raise UnsupportedModelError(reason, where=where, fix="convert without --wide")
     if len(set(geometries)) != 1:
         raise UnsupportedModelError(
-            "its layers differ in their heads, and one head_dim holds for all",
+            "its layers differ in their heads, and the config has one head_dim for all",
             where=where,
             fix="convert without --wide",
         )
@@ -49,7 +49,7 @@ def check_wide(
     if geometry.head_dim * wide > WIDEST:
         least = WIDEST // geometry.head_dim
         raise UsageError(
-            f"head_dim would be {geometry.head_dim * wide}, and attention kernels end at {WIDEST}",
+            f"head_dim would be {geometry.head_dim * wide}, and attention kernels support at most {WIDEST}",
             where=where,
             fix=f"use at most --wide {least}" if least > 1 else "convert without --wide",
         )
@@ -94,13 +94,13 @@ def stored_heads(groups: Any, wide: int) -> Any:
 def refusal(spec: AttentionSpec, config: Mapping[str, Any]) -> str:
     """Why an architecture has no wide form; empty where it has."""
     if spec.qk_norm or spec.key_symmetry == "plane_rotations":
-        return "a norm on each head of q and k ties the dims of a head: it cannot become wider"
+        return "a norm on each head of q and k covers all dims of the head: it cannot become wider"
     if spec.key_symmetry == "phases":
-        return "a norm over all heads of q and k reads them as they are: they cannot become wider"
+        return "a norm over all heads of q and k depends on all of their dims: they cannot become wider"
     if spec.position == "alibi":
-        return "its positions are ALiBi slopes, not rotary: wide heads are built for rotary models alone"
+        return "its positions are ALiBi slopes: wide heads need rotary positions"
     if spec.position not in ("half_split", "interleaved"):
-        return "its positions are not rotary: wide heads are built for rotary models alone"
+        return "its positions are not rotary, which wide heads need"
     if (spec.key_symmetry, spec.value_symmetry) != ("planes", "linear"):
         return "its attention allows no change of basis of keys and values"
     if not spec.wide:

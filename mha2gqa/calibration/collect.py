@@ -61,14 +61,14 @@ def attention_instances(model: Any, modules: Sequence[AttentionModule]) -> dict[
     """Path -> module of every path.
 
     Raises:
-        UnsupportedModelError: Layers run one module together (Zamba): calibration takes each for one of its own.
+        UnsupportedModelError: Several layers run one module (Zamba): calibration measures each module on its own.
     """
     instances = {module.path: model.get_submodule(module.path) for module in modules}
     first: dict[int, str] = {}
     for path, module in instances.items():
         if (known := first.setdefault(id(next(module.parameters())), path)) != path:
             raise UnsupportedModelError(
-                f"is the same module as {known}, and calibration takes each for one of its own",
+                f"is the same module as {known}, and calibration measures each module on its own",
                 where=path,
                 fix="convert with --method mean and without --calibration",
             )

@@ -107,7 +107,7 @@ def check_decoder(config: Mapping[str, Any], option: str = CALIBRATION) -> None:
     """
     if getattr(known_config(config), "is_encoder_decoder", False):
         raise UsageError(
-            f"a {config.get('model_type')} model writes nothing without a source",
+            f"a {config.get('model_type')} model cannot generate text without a source",
             where=f"{option} generate",
             fix=f"give {option} FILE; to sources or recordings alone the original writes with --targets generate",
         )
@@ -141,7 +141,7 @@ def check_writer(
     start = next((found for found in known if found is not None), None)
     if start is None:
         raise UsageError(
-            "the tokenizer has no token that a text starts with",
+            "the tokenizer has neither a BOS nor an end-of-text token to start a text with",
             where=f"{option} generate",
             fix=f"give {option} FILE",
         )

@@ -172,13 +172,15 @@ class ConvertConfig(PairConfig):
     def conflicts(self) -> Iterator[OptionError]:
         """Stages that need text, wide heads of another method, and an empty list of attention kinds."""
         if self.wide > 1 and self.method not in (None, "joint"):
-            yield OptionError("wide", f"needs the joint optimum, method is {self.method}", "use method joint")
+            yield OptionError("wide", f"not possible with method {self.method}", "use method joint")
         if not self.attention:
-            yield OptionError("attention", "names no kind", "use self, cross or both")
+            yield OptionError("attention", "must name a kind of attention", "use self, cross or both")
         texts = self.calibration if isinstance(self.calibration, list | tuple) else ()
         if len(texts) > 1 and GENERATE in texts:
             yield OptionError(
-                "calibration", "generate stands alone", "give generate, or files, or ./generate for a file"
+                "calibration",
+                "generate cannot be combined with other data",
+                "give generate, or files, or ./generate for a file",
             )
         if isinstance(self.fit, ReconstructConfig):
             yield from effort_conflicts(self.effort, self.fit)

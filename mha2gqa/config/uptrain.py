@@ -267,7 +267,9 @@ class UptrainConfig(PairConfig):
     def _generate_conflicts(self) -> Iterator[OptionError]:
         if len(self.data) > 1 and GENERATE in self.data:
             yield OptionError(
-                "data", "generate stands alone", "give generate, or files, or ./generate for a file"
+                "data",
+                "generate cannot be combined with other data",
+                "give generate, or files, or ./generate for a file",
             )
         if self.generates and self.teacher == "none":
             yield OptionError("data", "generate requires the original", "leave out `teacher` none")

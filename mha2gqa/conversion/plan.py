@@ -266,7 +266,7 @@ def _check_wide(
         raise UsageError(f"{wide!r} is not a whole number above 0", where="--wide", fix="give R, such as 2")
     if method != "joint":
         raise UsageError(
-            f"--method {method} makes heads as wide as the source's, wide ones need the joint optimum",
+            f"not possible with --method {method}",
             where=f"--wide {wide}",
             fix="use --method joint",
         )
@@ -292,16 +292,16 @@ def check_order(spec: AttentionSpec, modules: Sequence[ModulePlan]) -> None:
     """Refuse groupings that move heads where that would change the model.
 
     Raises:
-        UsageError: Heads are tied to their places (ALiBi), or must move in all layers alike (T5).
+        UsageError: Heads cannot be reordered (ALiBi), or must be reordered in all layers alike (T5).
     """
     first: dict[str, ModulePlan] = {}
     for module in modules:
         freedom = spec.permutable_of(module.module.kind)
         if freedom == "never" and module.reordered:
             raise UsageError(
-                "heads are tied to their places here (ALiBi slopes)",
+                "heads cannot be reordered: each has an ALiBi slope of its own",
                 where=f"--grouping {module.path}",
-                fix="let neighbours share",
+                fix="use --grouping neighbours",
             )
         other = first.setdefault(module.module.kind, module)
         if freedom == "model" and module.grouping != other.grouping:

@@ -100,7 +100,7 @@ class WorkDir:
     def _take_lock(self) -> None:
         if not self._lock.acquire():
             raise UsageError(
-                f"process {self._lock.owner} is at work here", where=self.root, fix="wait for it, or stop it"
+                f"in use by process {self._lock.owner}", where=self.root, fix="wait for it, or stop it"
             )
 
     def _clear(self) -> None:
@@ -173,7 +173,7 @@ class WorkDir:
         path = self._file(number)
         if not path.exists():
             raise CheckpointError(
-                "a finished layer is not here",
+                "the file of a finished layer is missing",
                 where=path,
                 fix="processes on several machines need one OUT, on a file system that they share",
             )

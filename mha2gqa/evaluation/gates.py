@@ -129,7 +129,7 @@ def check_limits(
         if models < 2:
             raise UsageError("a gate needs two models", where=shown, fix="give the original first")
         if not measured.get(name, True):
-            raise UsageError("would have nothing to judge by", where=shown, fix=gate.needs)
+            raise UsageError("needs a figure that is not measured", where=shown, fix=gate.needs)
     return limits
 
 
@@ -231,7 +231,7 @@ def check_gates(
 
     Raises:
         GateError: A model fails.
-        UsageError: The result has nothing to judge by.
+        UsageError: The result lacks a figure that a gate needs.
 
     Example:
         >>> check_gates(evaluate([original, converted], "valid.jsonl"), max_ppl_ratio=1.02)

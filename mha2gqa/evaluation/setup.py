@@ -200,7 +200,7 @@ def _check_same_inputs(first: str, raw: Mapping[str, Any], name: str, other: Map
     if is_audio(raw) != is_audio(other):
         kinds = "reads recordings, and {} text" if is_audio(other) else "reads text, and {} recordings"
         raise UsageError(
-            f"{kinds.format(first)}: no data is for both", where=name, fix="evaluate them one at a time"
+            f"{kinds.format(first)}: no data suits both", where=name, fix="evaluate them one at a time"
         )
 
 

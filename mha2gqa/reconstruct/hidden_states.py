@@ -142,7 +142,7 @@ class Stream:
                 read = next(iter(self.batches[i].values())).shape
                 if len(x) != read[0] or (x.ndim > 3 and x.shape[1:3] == read):  # Gemma 3n: [4, B, T, D]
                     raise UnsupportedModelError(
-                        f"hidden states of shape {tuple(x.shape)} do not have one row a text",
+                        f"hidden states of shape {tuple(x.shape)} do not have one row per text",
                         where=self.blocks[0],
                         fix="convert without --calibration",
                     )

@@ -103,7 +103,7 @@ def check_pairs(run: PreparedRun) -> None:
     assert run.source is not None and is_encoder_decoder(run.source.config)
     if config.targets == "generate" and run.teacher is None:
         raise UsageError(
-            "needs the original, which writes them",
+            "requires the original, which generates them",
             where="targets generate",
             fix="name it with teacher; ce_weight 1 trains on what it writes alone",
         )

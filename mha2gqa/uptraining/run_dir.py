@@ -153,12 +153,12 @@ class RunDirectory:
         """Keep other processes out until `close`: two writers would spoil each other's checkpoints.
 
         Raises:
-            UsageError: Another process is at work here, perhaps a worker whose launcher was killed.
+            UsageError: Another process uses the folder, perhaps a worker whose launcher was killed.
         """
         lock = FileLock(self.root / LOCK)
         if not lock.acquire():
             raise UsageError(
-                f"process {lock.owner} is running this", where=self.root, fix="wait for it, or stop it"
+                f"in use by process {lock.owner}", where=self.root, fix="wait for it, or stop it"
             )
         self.lock = lock
 

@@ -29,7 +29,7 @@ def check_generated(run: PreparedRun) -> None:
     """
     if run.teacher is None:
         raise UsageError(
-            "no original is recorded in the model that could write text",
+            "the model's manifest names no original that could generate text",
             where=f"{DATA} {GENERATE}",
             fix="name it with --teacher, or give --data FILE",
         )

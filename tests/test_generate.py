@@ -184,7 +184,7 @@ def test_an_uptraining_whose_original_cannot_write_is_refused_before_the_work(
     t5 = tmp_path / "t5"
     t5.mkdir()
     (t5 / "config.json").write_text(json.dumps({"model_type": "t5", "is_encoder_decoder": True}))
-    with pytest.raises(UsageError, match=r'data="generate": a t5 model writes nothing.*data=FILE'):
+    with pytest.raises(UsageError, match=r'data="generate": a t5 model cannot generate.*data=FILE'):
         uptrain(t5, out, "generate", **TRAINED)
     monkeypatch.setattr(sampling, "free_memory", lambda _: 1000)
     with pytest.raises(UsageError, match=r'data="generate": .*GiB free.*data=FILE'):

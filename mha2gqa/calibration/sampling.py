@@ -109,7 +109,7 @@ def check_decoder(config: Mapping[str, Any], option: str = CALIBRATION) -> None:
         raise UsageError(
             f"a {config.get('model_type')} model cannot generate text without a source",
             where=f"{option} generate",
-            fix=f"give {option} FILE; to sources or recordings alone the original writes with --targets generate",
+            fix=f"give {option} FILE; for sources or recordings without targets add --targets generate",
         )
 
 

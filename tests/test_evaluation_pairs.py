@@ -214,7 +214,9 @@ def test_a_speech_model_is_not_compared_with_one_that_reads_text(root: Path, fir
 
 def test_the_result_says_at_which_temperatures_loops_were_written_again(root: Path) -> None:
     given = {"metrics": ["wer"], "device": "cpu", "retry_temperatures": (0.2, 1.0)}
-    (found,) = evaluate(root / "whisper", root / "audio", **given).to_dict()["models"]
+    result = evaluate(root / "whisper", root / "audio", **given)
+    assert "texts that repeat themselves were written again at temperature 0.2, 1" in result.warnings
+    (found,) = result.to_dict()["models"]
     assert list(found["generation"]["retry_temperatures"]) == [0.2, 1.0]
     with pytest.raises(UsageError, match="nothing is generated here"):
         evaluate(root / "whisper", root / "audio", device="cpu", retry_temperatures=(0.2,))

@@ -134,6 +134,9 @@ def prepare(config: EvaluateConfig) -> ResolvedConfig:
     if isinstance(text, PairSource) and entries[0].encoder is not None:
         entries[0].encoder.check(itertools.islice(text, CHECKED_PAIRS))
     metrics = _metrics(config, entries[0])
+    if metrics and config.retry_temperatures:
+        tried = ", ".join(f"{t:g}" for t in config.retry_temperatures)
+        warnings.append(f"texts that repeat themselves were written again at temperature {tried}")
     reference = None if config.against is None else entries[0]
     window = _window(config, entries, warnings)
     stride = _stride(config, window, warnings)

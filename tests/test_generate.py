@@ -19,7 +19,7 @@ from mha2gqa.checkpoints.loading import load_config_json
 from mha2gqa.commands.dry_run import rehearse
 from mha2gqa.config import recipe_from_dict
 from mha2gqa.data.generation import seeded
-from mha2gqa.errors import UsageError
+from mha2gqa.errors import CheckpointError, UsageError
 from mha2gqa.uptraining import run, sampled_data
 
 
@@ -38,26 +38,74 @@ def test_text_is_sampled_once_and_its_hash_is_checked(
     monkeypatch.setattr(sampling, "load_model", lambda *_, **__: pytest.fail("sampled again"))
     assert generate_text(tiny_model_path(), out, tokens=150, window=32, seed=3, device="cpu") == facts
     monkeypatch.undo()
-    record = sampling._record_file(out)
-    damages = (lambda: out.write_text("cut"), lambda: record.write_text("{"), lambda: record.write_text("{}"))
-    for changed in (*damages, lambda: None):  # a damaged file is made again, the same
-        changed()
-        assert generate_text(tiny_model_path(), out, tokens=200, window=32, seed=3, device="cpu") == facts
-        assert out.read_bytes() == first
+    record, known = sampling._record_file(out), sampling._record_file(out).read_text()
+    record.write_text(json.dumps(json.loads(known) | {"seed": 4}))  # of other text: it is made anew, the same
+    assert generate_text(tiny_model_path(), out, tokens=200, window=32, seed=3, device="cpu") == facts
+    assert out.read_bytes() == first
+    out.unlink()  # as where the run was killed before the text was there
+    assert generate_text(tiny_model_path(), out, tokens=200, window=32, seed=3, device="cpu") == facts
+    assert out.read_bytes() == first
     other = generate_text(tiny_model_path(), out, tokens=200, window=32, seed=4, device="cpu")
     assert other["sha256"] != facts["sha256"]
+
+
+def test_a_place_that_cannot_be_written_is_refused_before_a_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sampling, "load_model", lambda *_, **__: pytest.fail("loaded"))
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        generate_text(tiny_model_path(), tmp_path / "file" / "g.jsonl", tokens=100, window=32, device="cpu")
+
+
+def test_weights_of_either_format_are_told_apart(tmp_path: Path) -> None:
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / name).write_bytes(b"1")
+        before = sampling._model_id(folder, {})
+        (folder / name).write_bytes(b"12")
+        assert sampling._model_id(folder, {}) != before
+
+
+def test_text_that_was_changed_or_is_not_ours_is_never_written_over(tmp_path: Path) -> None:
+    out = tmp_path / "generated.jsonl"
+    words: dict[str, Any] = {"tokens": 200, "window": 32, "device": "cpu"}
+    generate_text(tiny_model_path(), out, **words)
+    record = sampling._record_file(out)
+    for change in (
+        lambda: out.write_text(out.read_text().upper()),
+        lambda: record.write_text("{"),
+        record.unlink,
+    ):
+        change()
+        mine = out.read_bytes()
+        with pytest.raises(
+            UsageError, match=r"changed, or is not ours; use it with --calibration .*generated"
+        ):
+            generate_text(tiny_model_path(), out, **words)
+        assert out.read_bytes() == mine
 
 
 @torch.no_grad()
 def test_tokens_follow_the_models_own_distribution(tmp_path: Path) -> None:
     """No truncation and temperature 1: the first token of a document is as likely as the model says."""
     model = pico_llama().eval()
+    own = {
+        "min_p": 0.5,
+        "suppress_tokens": [5, 6],
+        "num_beams": 3,
+        "forced_bos_token_id": 7,
+        "temperature": 0.3,
+    }
+    model.generation_config.update(**own)  # how the model is served is not how it was trained
     wanted = model(input_ids=torch.tensor([[1]])).logits[0, -1].softmax(-1)
     with seeded(0, torch.device("cpu")):
         rows = list(sampling._sample(model, 1, None, 20_000, 2))
     counts = torch.tensor([row[0] for row in rows]).bincount(minlength=len(wanted)) / len(rows)
     spread = (wanted * (1 - wanted) / len(rows)).sqrt()
     assert float(((counts - wanted) / spread.clamp_min(1e-9)).abs().max()) < 5
+    assert model.generation_config.num_beams == 3
 
 
 def test_what_cannot_be_sampled_is_refused_before_a_model_is_loaded(
@@ -92,6 +140,8 @@ def test_a_conversion_calibrates_on_what_its_original_writes(
     pico_llama().save_pretrained(tmp_path / "mha")
     word_tokenizer(tmp_path / "mha", bos=True)
     words = {"calibration_tokens": 600, "calibration_window": 16, "device": "cpu", "fit": {"steps": 2}}
+    few = words | {"calibration_tokens": 10}  # more is sampled than a calibration needs at least
+    assert convert(tmp_path / "mha", tmp_path / "few", 2, calibration="generate", **few).calibration["window"]
     first = convert(tmp_path / "mha", tmp_path / "out", 2, calibration="generate", **words)
     file = tmp_path / "out.generated.jsonl"
     assert first.method == "joint" and first.calibration["texts"] == [str(file)] and file.exists()

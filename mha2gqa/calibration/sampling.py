@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..checkpoints.atomic import replacing, touch, writing_to
 from ..checkpoints.json_files import read_json
 from ..checkpoints.loading import (
     free_memory,
@@ -26,6 +27,7 @@ from ..errors import CheckpointError, UsageError
 from ..kv_cache import known_config, kv_bytes, max_batch
 from ..progress import current
 
+WEIGHTS = ("*.safetensors", "*.bin")
 MOST_ROWS = 256  # sequences sampled at a time
 RESERVE = 0.3  # of the free memory, for activations and logits
 CALIBRATION, DATA = "--calibration", "--data"  # the options that take `generate`
@@ -60,8 +62,8 @@ def generate_text(
         `model`, `tokens`, `documents`, `window`, `seed`, `sha256`.
 
     Raises:
-        UsageError: An encoder-decoder, a tokenizer without a start token, or model and cache do not fit the
-            device; nothing is loaded or written.
+        UsageError: An encoder-decoder, a tokenizer without a start token, model and cache do not fit the device, or
+            `out` is a file that was not sampled, or was changed since; nothing is loaded or written.
 
     Example:
         >>> generate_text("llama-2-7b", "generated.jsonl", tokens=524_288)["documents"]  # doctest: +SKIP
@@ -72,10 +74,13 @@ def generate_text(
     record = written_by(model, out)
     if record is not None and wanted.items() <= record.items() and record["tokens"] >= tokens:
         return record
+    _refuse_changed(out, option)
     where = resolve_device(device)
     start, end, most = check_writer(
         model, window=window, device=where, trust_remote_code=trust_remote_code, option=option
     )
+    with writing_to(out):
+        touch(out)  # before hours of work
     rows, tokenizer = min(most, math.ceil(tokens / window)), load_tokenizer(model, trust_remote_code)
     running = load_model(model, device=where, trust_remote_code=trust_remote_code)
     documents, count = [], 0
@@ -91,12 +96,34 @@ def generate_text(
         "documents": len(documents),
         "sha256": hashlib.sha256(data).hexdigest(),
     }
-    out.parent.mkdir(parents=True, exist_ok=True)
-    for path, content in ((out, data), (_record_file(out), (json.dumps(record, indent=1) + "\n").encode())):
-        partial = path.with_name(f"{path.name}.partial")
-        partial.write_bytes(content)
-        partial.replace(path)
+    _keep(out, data, record)
     return record
+
+
+def _keep(out: Path, data: bytes, record: Mapping[str, Any]) -> None:
+    """Write text and record; text that lies there without its record was never made here, whenever this is killed."""
+    with writing_to(out):
+        out.unlink(missing_ok=True)
+        for path, content in (
+            (_record_file(out), (json.dumps(record, indent=1) + "\n").encode()),
+            (out, data),
+        ):
+            with replacing(path) as partial:
+                partial.write_bytes(content)
+
+
+def _refuse_changed(out: Path, option: str) -> None:
+    """Refuse to write over text that somebody has changed, or that was not sampled.
+
+    Raises:
+        UsageError: There is such a file.
+    """
+    if out.exists() and _record_of(out) is None:
+        raise UsageError(
+            "is not the text that was sampled there: it was changed, or is not ours",
+            where=out,
+            fix=f"use it with {option} {out}, or move it away",
+        )
 
 
 def check_decoder(config: Mapping[str, Any], option: str = CALIBRATION) -> None:
@@ -150,16 +177,21 @@ def check_writer(
 
 def written_by(model: str | Path, file: Path) -> dict[str, Any] | None:
     """The record of a file that `model` wrote and that nobody has changed since; None for any other."""
+    record = _record_of(file)
+    if record is None or not isinstance(record.get("tokens"), int):
+        return None
+    return record if record.get("model") == _model_id(model, load_config_json(model)) else None
+
+
+def _record_of(file: Path) -> dict[str, Any] | None:
+    """The record of a file that was sampled and that nobody has changed since; None for any other."""
     if not (file.exists() and _record_file(file).exists()):
         return None
     try:
         record = read_json(_record_file(file))
     except CheckpointError:
         return None
-    same = record.get("model") == _model_id(model, load_config_json(model)) and isinstance(
-        record.get("tokens"), int
-    )
-    return record if same and hashlib.sha256(file.read_bytes()).hexdigest() == record.get("sha256") else None
+    return record if hashlib.sha256(file.read_bytes()).hexdigest() == record.get("sha256") else None
 
 
 def _record_file(out: Path) -> Path:
@@ -169,7 +201,7 @@ def _record_file(out: Path) -> Path:
 def _model_id(model: str | Path, config: dict[str, Any]) -> str:
     """Which model wrote a file: its config and the sizes and dates of its weights."""
     digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
-    for path in sorted(Path(model).glob("*.safetensors")):
+    for path in sorted(p for kind in WEIGHTS for p in Path(model).glob(kind)):
         digest.update(f"{path.name} {path.stat().st_size} {path.stat().st_mtime_ns}".encode())
     return digest.hexdigest()[:16]
 
@@ -206,9 +238,17 @@ def _sample(model: Any, start: int, end: int | None, rows: int, window: int) -> 
         max_new_tokens=window - 1,
         eos_token_id=end,
         pad_token_id=start if end is None else end,
+        use_cache=True,
     )
     ids = torch.full((rows, 1), start, device=model.device)
-    with torch.no_grad():
-        made = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=sampling)
+    own = model.generation_config
+    model.generation_config = (
+        sampling  # what a config leaves out comes from the model's: penalties, truncation, beams
+    )
+    try:
+        with torch.no_grad():
+            made = model.generate(ids, attention_mask=torch.ones_like(ids))
+    finally:
+        model.generation_config = own
     for row in made[:, 1:].tolist():
         yield row[: row.index(end)] if end in row else row

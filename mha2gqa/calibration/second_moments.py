@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..architectures import AttentionModule
+from ..checkpoints.atomic import touch
 from ..errors import UsageError
 
 FIELDS = ("inputs", "mixed", "queries")
@@ -146,14 +147,10 @@ def writable(path: str | Path) -> Path:
         UsageError: Nothing can be written there.
     """
     path = Path(path)
-    partial = path.with_name(path.name + ".partial")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial.touch()
-        partial.unlink()
+        return touch(path)
     except OSError as error:
         raise _unwritable(path, error) from error
-    return partial
 
 
 def _unwritable(path: Path, error: Exception) -> UsageError:

@@ -35,6 +35,19 @@ def replacing(path: Path) -> Iterator[Path]:
         raise
 
 
+def touch(path: Path) -> Path:
+    """The name that `path` is written under until it is whole; made and removed once, to see that it can be.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    partial = path.with_name(path.name + PARTIAL)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial.touch()
+    partial.unlink()
+    return partial
+
+
 @contextmanager
 def writing_to(path: Path) -> Iterator[None]:
     """Name what cannot be written, and what to do.

@@ -12,7 +12,9 @@ from ..checkpoints.reader import Checkpoint
 from ..config.pair_options import GENERATE
 from ..progress import current
 from .calibration_options import CalibrationOptions
+from .inputs import MIN_TOKENS
 
+LEAST_TOKENS = 2 * MIN_TOKENS  # some are lost where text is encoded again
 DOCUMENT_TOKENS = 2048  # a document ends there, if not before
 
 
@@ -40,7 +42,7 @@ def with_generated(checkpoint: Checkpoint, options: CalibrationOptions, out: Pat
         generate_text(
             checkpoint.path,
             file,
-            tokens=options.tokens,
+            tokens=max(options.tokens, LEAST_TOKENS),
             window=min(DOCUMENT_TOKENS, longest_context(checkpoint.config) or DOCUMENT_TOKENS),
             seed=options.seed,
             device=str(options.device),

@@ -262,18 +262,27 @@ def test_another_command_is_refused_by_what_changed_and_nothing_is_lost(
     assert not (tmp_path / "out.convert").exists()
 
 
-@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_processes_share_the_text_and_make_the_same_model(processes: int, text: str, tmp_path: Path) -> None:
-    source = save(llama(), tmp_path / "source")
+@pytest.mark.parametrize(
+    ("make", "processes", "noise"),
+    [
+        (llama, 2, 1e-3),  # sums are taken in another order: float32 noise, grown over some Adam steps
+        pytest.param(llama, 4, 1e-3, marks=pytest.mark.slow),
+        (half, 2, 2**-5),  # gradients are sent in bfloat16: some of its last digits, grown likewise
+    ],
+)
+def test_processes_share_the_text_and_make_the_same_model(
+    make: Callable[[], Any], processes: int, noise: float, text: str, tmp_path: Path
+) -> None:
+    source = save(make(), tmp_path / "source")
     one = mha2gqa.convert(source, tmp_path / "one", 2, calibration=[text], **OPTIONS)
     worker = str(Path(__file__).with_name("walk_worker.py"))
     launch([worker, str(source), str(tmp_path / "many"), text], tmp_path, processes)
     a, b = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "many"))
-    for name, x in a.items():  # sums are taken in another order: float32 noise, grown over some Adam steps
-        torch.testing.assert_close(b[name], x, rtol=1e-3, atol=1e-3 * float(x.abs().max()))
+    for name, x in a.items():
+        torch.testing.assert_close(b[name], x, rtol=noise, atol=noise * float(x.abs().max()))
     manifest = json.loads((tmp_path / "many" / "mha2gqa.json").read_text())
     assert manifest["grouping"] == {row["path"]: row["grouping"] for row in one.layers}
-    assert manifest["calibration"]["losses"] == pytest.approx(one.calibration["losses"], rel=1e-4)
+    assert manifest["calibration"]["losses"] == pytest.approx(one.calibration["losses"], rel=noise / 10)
     seconds = manifest["calibration"]["seconds_by_rank"]
     assert len(seconds) == processes and all(set(mine) == set(seconds[0]) for mine in seconds)
     assert {"statistics", "grouping", "fit", "saving"} <= set(seconds[0])

@@ -13,7 +13,7 @@ from ..config.reconstruct import ReconstructConfig
 from .calls import Calls
 from .ranks import Ranks
 from .row_store import Prefetched
-from .train_state import autocast, behind_masks
+from .train_state import autocast, behind_masks, product_dtype
 
 ALONE = Ranks()
 STRATA = 8  # at most so many processes can share a step's rows
@@ -144,7 +144,8 @@ def regress(
         train.loss(out, target, index).backward()
         mean()
 
-    with ranks.mean_gradients(parameters, rest) as mean, behind_masks(train.masked):
+    products = product_dtype(device, train.target.data.dtype)
+    with ranks.mean_gradients(parameters, rest, products) as mean, behind_masks(train.masked):
         return minimise(parameters, backward, lambda: relative_error(module, validation, ranks), config, rest)
 
 

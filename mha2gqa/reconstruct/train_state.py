@@ -139,8 +139,19 @@ def float32(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
             p.data = p.data.to(dtype)
 
 
+def product_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    """Dtype of matrix products: bfloat16 on a GPU, and wherever the model itself is in half precision.
+
+    Args:
+        device: Where the model runs.
+        dtype: Of its hidden states.
+    """
+    return torch.bfloat16 if device.type == "cuda" or dtype in (torch.bfloat16, torch.float16) else dtype
+
+
 def autocast(like: Tensor) -> contextlib.AbstractContextManager[object]:
-    """bfloat16 products on a GPU, and wherever the model itself is in half precision."""
-    if like.device.type == "cuda" or like.dtype in (torch.bfloat16, torch.float16):
-        return torch.autocast(like.device.type, torch.bfloat16)
-    return contextlib.nullcontext()
+    """Matrix products in `product_dtype` of a tensor, where that is not its own precision anyway."""
+    products = product_dtype(like.device, like.dtype)
+    return (
+        torch.autocast(like.device.type, products) if products == torch.bfloat16 else contextlib.nullcontext()
+    )

@@ -127,7 +127,7 @@ def kv_bytes(
         config: The raw `config.json`.
         context: Tokens per sequence.
         batch: Sequences.
-        source_context: Encoder states per sequence. None for what the config fixes (Whisper hears 30 seconds,
+        source_context: Encoder states per sequence. None for what the config fixes (Whisper reads 30 seconds,
             whatever it writes), else as many as `context`.
         dtype_bytes: As in `kv_bytes_per_token`.
     """
@@ -173,7 +173,7 @@ def sequence_cache(
 
 
 def _source_positions(config: Mapping[str, Any]) -> int | None:
-    """Encoder states of a sequence where the config fixes them (Whisper hears 30 seconds), else None."""
+    """Encoder states of a sequence where the config fixes them (Whisper reads 30 seconds), else None."""
     return optional(getattr(known_config(config), "max_source_positions", None), "max_source_positions")
 
 

@@ -1,4 +1,4 @@
-"""Why the attention of a checkpoint is not where it should be: asked when it is not found, to say what to do."""
+"""What to do about a checkpoint whose attention tensors are not found: known reasons and remedies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The embedded tiny model, the text it was trained on and is judged by, and recipes."""
+"""The embedded tiny model, its training text and its held-out text, and recipes."""
 
 from __future__ import annotations
 

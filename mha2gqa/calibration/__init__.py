@@ -1,7 +1,7 @@
-"""What the attention of a model sees on text: one pass, streaming float64 moments, no activation kept.
+"""Second moments of what attention reads: one pass over text, sums in float64, no activation kept.
 
 For each attention module, with x̂ = [x; 1] the input of keys and values: E[x̂ x̂ᵀ], where a token counts
-half for being there and half for the attention it receives; the same of the attention-averaged input
+half by itself and half by the attention it receives; the same of the attention-averaged input
 x̃_h = Σ_t a_h,t x̂_t, summed over heads without forming it per head (Σ_h (P_h X)ᵀ(P_h X) = Xᵀ (Σ_h P_hᵀ P_h) X);
 and E[q qᵀ] of the queries as attention uses them.
 """

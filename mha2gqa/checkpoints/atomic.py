@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, and locks that the system lets go of however a process ends."""
+"""Atomic writes, and file locks that the operating system releases however a process ends."""
 
 from __future__ import annotations
 

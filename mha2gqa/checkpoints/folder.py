@@ -1,4 +1,4 @@
-"""What a folder is, asked before anything in it is used: where its weights lie, or why it cannot be read."""
+"""What kind of folder a path is, before anything in it is read: where its weights are, or why there are none."""
 
 from __future__ import annotations
 

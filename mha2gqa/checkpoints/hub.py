@@ -1,4 +1,4 @@
-"""What a name may be on the Hub, and whether the Hub can be asked: said at once, not after minutes of retries."""
+"""Whether a name can be a model of the Hub and the Hub can be reached, without minutes of retries."""
 
 from __future__ import annotations
 

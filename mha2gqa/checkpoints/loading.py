@@ -1,4 +1,4 @@
-"""A model one can run: complete, on the right device, in the right dtype, remote code only on consent."""
+"""Load a model to run it: complete, on the right device, in the right dtype, remote code only on consent."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def load_model(
 def loading_class(raw: Mapping[str, Any], model_class: ModelClass = "auto") -> Any:
     """The class of transformers that loads a checkpoint with its language-model head.
 
-    An auto class; but for a model that also sees or hears the very class that its config names, since auto
+    An auto class; but for a multimodal model the very class that its config names, since auto
     classes know some of these only by their text model alone.
 
     Args:

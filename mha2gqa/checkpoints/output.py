@@ -1,4 +1,4 @@
-"""Where a result appears: checked before the work, filled beside it, and there whole or not at all."""
+"""The output folder: checked before the work, written beside its place, published by one rename."""
 
 from __future__ import annotations
 

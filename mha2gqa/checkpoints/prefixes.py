@@ -1,4 +1,4 @@
-"""What training tools put before every name of a tensor, and how to be rid of it."""
+"""Prefixes that training tools put before tensor names, and how to remove them."""
 
 from __future__ import annotations
 

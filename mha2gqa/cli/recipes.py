@@ -1,4 +1,4 @@
-"""`mha2gqa recipes` and `mha2gqa completion`: what comes along for the shell and the editor."""
+"""`mha2gqa recipes` and `mha2gqa completion`: recipes of the package, their JSON schema, completion for shells."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was asked of a call as a whole: `--json`, `-v`, `-q`; and its log. Imports nothing heavy."""
+"""Options of every command (`--json`, `-v`, `-q`) and the log. Imports nothing heavy."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Decode speed in engines that are installed beside this package: llama.cpp by its own tool, vLLM by its Python API.
 
-The engine measures; here it is found, given the model, asked, and its answer put into the rows of `bench`. What an
-engine does not say is left out of the row.
+The engine measures. This module finds it, gives it the model, and puts its figures into rows of `bench`; what an
+engine does not report is left out of the row.
 """
 
 from __future__ import annotations

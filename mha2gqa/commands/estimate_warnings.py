@@ -1,4 +1,4 @@
-"""What `plan` warns of: lengths beyond the model's, uneven shares, layers that do not fit, what merging hangs on."""
+"""Warnings of `plan`: contexts beyond the model's, uneven tensor parallelism, layers that do not fit, bounds."""
 
 from __future__ import annotations
 

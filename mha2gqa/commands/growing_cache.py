@@ -1,4 +1,4 @@
-"""transformers' own decode loop with a growing cache, timed for models that the fixed step does not stand for."""
+"""transformers' own decode loop with a growing cache, timed for models that cannot run on a fixed one."""
 
 from __future__ import annotations
 

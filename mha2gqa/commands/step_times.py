@@ -1,4 +1,4 @@
-"""What is said of a timed decode step, and how fast a device copies."""
+"""The figures of a timed decode step, and the bandwidth of a copy on the device."""
 
 from __future__ import annotations
 

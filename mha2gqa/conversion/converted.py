@@ -1,4 +1,4 @@
-"""What a walk makes, and with which steps."""
+"""The model that a walk made, and the settings of its fits."""
 
 from __future__ import annotations
 

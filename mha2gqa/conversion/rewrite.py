@@ -1,4 +1,4 @@
-"""The doing of a plan, one attention module at a time: which tensors change, and their new values."""
+"""Carry out a plan, one attention module at a time: which tensors change, and their new values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Warnings of a conversion: what one without data is worth, losses that do not look right, what merging could not use."""
+"""Warnings of a conversion: what one without data is worth, suspicious losses, what merging could not use."""
 
 from __future__ import annotations
 

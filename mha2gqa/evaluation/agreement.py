@@ -1,4 +1,4 @@
-"""Where two models part: the output of each attention module, on the same text."""
+"""How far two models differ: the output of each attention module on the same text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How sure a figure is: bootstrap over documents, and a paired test of two models on the same documents."""
+"""Confidence intervals by bootstrap over documents, and a paired test of two models on the same documents."""
 
 from __future__ import annotations
 

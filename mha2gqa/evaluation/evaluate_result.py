@@ -1,4 +1,4 @@
-"""What `evaluate` is asked and what it returns. Torch-free."""
+"""Models given to `evaluate`, and its result. Torch-free."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Before any model is loaded: what is compared, by which window, and whether that can be fair."""
+"""Checks before any model is loaded: which models, text and window, and whether the comparison is fair."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What it costs the heads of one attention module to share: its keys and values as merge objectives."""
+"""The cost of sharing the heads of one attention module: its keys and values as merge objectives."""
 
 from __future__ import annotations
 

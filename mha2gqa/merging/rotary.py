@@ -1,6 +1,6 @@
-"""Sharing problems of keys in pairs of dims: one complex scalar per head and frequency plane.
+"""Merge objectives of keys in rotary pairs: one complex scalar per head and pair.
 
-Letters as in `objectives`: K heads, m heads of one group, P planes, n = D + 1 inputs. Complex, float64.
+Letters as in `subspace`: K heads, m heads of one group, P rotary pairs (planes), n = D + 1 inputs. Complex, float64.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ class _KeyPlanes:
 
     @property
     def energy(self) -> float:
-        # A plane's logit is Re(conj(q) k): half of |q|² |k|² on average over phases.
+        # A pair's part of the logit is Re(conj(q) k): half of |q|² |k|² on average over phases.
         return float(torch.einsum("phh->", self.gram).real) / 2
 
 
 @dataclass(frozen=True)
 class RotaryObjective(_KeyPlanes):
-    """Rotary keys: one complex scalar per head, plane and channel, moved into the queries.
+    """Rotary keys: one complex scalar per head, rotary pair and channel, moved into the queries.
 
-    Minimises Σ_h ω_h E|κ_h x̂ - Σ_s c_hs κ̄_s x̂|² in each plane: the top eigenvectors of an m x m Gram.
+    Minimises Σ_h ω_h E|κ_h x̂ - Σ_s c_hs κ̄_s x̂|² in each pair: the top eigenvectors of an m x m Gram.
 
     Args:
-        channels: Functionals that the shared head keeps of each plane.
+        channels: Functionals that the shared head keeps of each pair.
     """
 
     channels: int = 1
@@ -80,9 +80,9 @@ class RotaryObjective(_KeyPlanes):
 
 @dataclass(frozen=True)
 class UnitRotaryObjective(_KeyPlanes):
-    """Keys behind a norm: only unit scalars per plane; sign flips where even a rotation is too much.
+    """Keys behind a norm: only unit scalars per pair; sign flips where even a rotation is too much.
 
-    A dim that has no partner is a plane with zero imaginary part.
+    A dim that has no partner is a pair with zero imaginary part.
 
     Args:
         rotatable: `[P]` bool; False allows c = +1 or -1 only.

@@ -1,10 +1,10 @@
-"""What it costs heads to share, and the best shared head, for each freedom an architecture grants.
+"""The cost of sharing heads and the best shared head, for each symmetry an architecture has.
 
 Every problem is about K source heads that are linear functions of the input x̂ = [x; 1] (`rows_h @ x̂`) and
 a second-moment matrix of x̂. All work happens on Gram matrices between heads, so that any group's
 optimum and cost follow from a small eigenproblem, without an inverse of a moment.
 
-Letters: K heads, m heads of one group, R dims of a head, n = D + 1 inputs, P planes, S channels (how many times
+Letters: K heads, m heads of one group, R dims of a head, n = D + 1 inputs, P rotary pairs, S channels (how many times
 as wide as its members a shared head is; 1 but for wide heads). Real, float64.
 """
 

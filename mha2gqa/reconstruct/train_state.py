@@ -1,4 +1,4 @@
-"""The state models are in while they are fitted: frozen but for projections, repeatable, in float32."""
+"""How models are set up while they are fitted: frozen but for projections, repeatable, in float32."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Results of commands for the terminal, through rich; the same text without styles where nobody is looking."""
+"""Results of commands for the terminal, through rich; without styles where the output is no terminal."""
 
 from __future__ import annotations
 

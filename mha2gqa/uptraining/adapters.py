@@ -1,4 +1,4 @@
-"""Which parameters move: all, attention only, or LoRA with the pooled keys and values in full."""
+"""Which parameters are trained: all, attention only, or LoRA with the pooled keys and values in full."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def train_attention_only(model: Any, config: Mapping[str, Any]) -> list[str]:
 
 
 def train_text_only(model: Any) -> list[str]:
-    """Freeze what text cannot train in a model that also sees or hears: its towers and what joins them.
+    """Freeze what text cannot train in a multimodal model: its towers and what joins them.
 
     Returns:
         Names of the parameters that keep their values.

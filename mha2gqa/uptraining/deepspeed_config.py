@@ -1,4 +1,4 @@
-"""What a run may ask of DeepSpeed: what was run to its end and compared with one process, and nothing else."""
+"""DeepSpeed configurations that are accepted: those whose runs were compared with a single process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What several processes need from us: an exact reduction, a sharded teacher, whole weights."""
+"""Training on several processes: an exact reduction, a sharded teacher, whole weights."""
 
 from __future__ import annotations
 

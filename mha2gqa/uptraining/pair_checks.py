@@ -1,4 +1,4 @@
-"""What a run on pairs can be asked, checked before a weight is loaded or a target written."""
+"""Checks of the options of a run on pairs, before a weight is loaded or a target generated."""
 
 from __future__ import annotations
 

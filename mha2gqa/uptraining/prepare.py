@@ -1,4 +1,4 @@
-"""Everything an uptraining run depends on, looked at once, before a weight is loaded or a file is written."""
+"""Everything an uptraining run depends on, checked once, before a weight is loaded or a file is written."""
 
 from __future__ import annotations
 
@@ -231,7 +231,7 @@ def choose_objective(
     Args:
         config: The run.
         raw: The raw config.
-        has_pairs: Whether the data is pairs, asked of encoder-decoders where the run does not say.
+        has_pairs: Whether the data is pairs; called only for encoder-decoders whose objective is not given.
 
     Raises:
         UsageError: The objective asked for is not one the model can have.

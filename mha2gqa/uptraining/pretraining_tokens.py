@@ -1,4 +1,4 @@
-"""Published pretraining token counts of public families, each with the place where it stands."""
+"""Published pretraining token counts of public families, each with its source."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A result held against its source: what must be equal is compared, what was pooled is pooled again."""
+"""A result compared with its source: unchanged tensors must be equal, pooled ones are pooled again."""
 
 from __future__ import annotations
 

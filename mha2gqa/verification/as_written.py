@@ -1,4 +1,4 @@
-"""A result held against the digests in its own manifest: what was made is still what was written."""
+"""A result compared with the digests in its own manifest: what was made is still what was written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether the class of a checkpoint takes its tensors: asked of a folder, or of names and shapes before there is one."""
+"""Whether the class of a checkpoint loads all its tensors and no others: of a folder, or of names and shapes."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def check_hollow(config: Mapping[str, Any], tensors: Tensors) -> Check:
         try:
             _hollow(folder / SINGLE, tensors)
             _write_neutral(folder, config)
-        except OSError:  # no room for a hole of that size here: the finished folder is asked
-            return Check(NAME, True, "asked of the finished folder")
+        except OSError:  # no room for a file of that size here: the finished folder is checked
+            return Check(NAME, True, "checked on the finished folder")
         return check_loads(folder, config)
 
 

@@ -1,4 +1,4 @@
-"""What publishing will demand of a result, asked before the work, from its config and its tensors' names and shapes."""
+"""The checks of publishing, made before the work on the result's config and tensor shapes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small random models with the very config of a checkpoint: its class, its config made small, its weights drawn."""
+"""Small random models with the config of a checkpoint: its class, its config made small."""
 
 from __future__ import annotations
 

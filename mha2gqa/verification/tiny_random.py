@@ -1,4 +1,4 @@
-"""Oracles on a small random model with the very config of a checkpoint: the stock class judges our layouts."""
+"""Checks on small random models with a checkpoint's config: the stock class must agree with our layouts."""
 
 from __future__ import annotations
 

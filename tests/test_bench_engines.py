@@ -148,17 +148,17 @@ def test_a_tokenizer_that_the_converter_does_not_know_is_no_hindrance(model: Pat
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ({"engine": "exllama"}, "choose one of transformers, llama.cpp, vllm"),
-        ({"cache_type": "q8_0"}, "--cache-type: is for llama.cpp, not for transformers"),
-        ({"threads": 2}, "--threads: is for llama.cpp"),
-        ({"engine": "vllm", "precision": "q8_0"}, "--precision: is for llama.cpp, not for vllm"),
-        ({"engine": "llama.cpp", "memory": [1e9]}, "--memory: is for transformers, not for llama.cpp"),
-        ({"engine": "llama.cpp", "dtype": "float32"}, "--dtype: is for transformers and vllm"),
-        ({"engine": "vllm", "compile": False}, "--compile: is for transformers"),
-        ({"engine": "llama.cpp", "cache_type": "q2"}, "--cache-type: no 'q2'; choose one of f16, q8_0, q4_0"),
-        ({"engine": "llama.cpp", "threads": 0}, "--threads 0: must be at least 1"),
+        ({"engine": "exllama"}, "engine: must be one of transformers, llama.cpp, vllm"),
+        ({"cache_type": "q8_0"}, "cache_type: is for llama.cpp, not for transformers"),
+        ({"threads": 2}, "threads: is for llama.cpp"),
+        ({"engine": "vllm", "precision": "q8_0"}, "precision: is for llama.cpp, not for vllm"),
+        ({"engine": "llama.cpp", "memory": [1e9]}, "memory: is for transformers, not for llama.cpp"),
+        ({"engine": "llama.cpp", "dtype": "float32"}, "dtype: is for transformers and vllm"),
+        ({"engine": "vllm", "compile": False}, "compile: is for transformers"),
+        ({"engine": "llama.cpp", "cache_type": "q2"}, "cache_type: must be one of f16, q8_0, q4_0"),
+        ({"engine": "llama.cpp", "threads": 0}, "threads: must be >= 1"),
         ({"engine": "llama.cpp"}, "no program llama-batched-bench on PATH; build llama.cpp"),
-        ({"engine": "llama.cpp", "engine_path": "."}, "--engine-path .: no program llama-batched-bench there"),
+        ({"engine": "llama.cpp", "engine_path": "."}, "engine_path .: no program llama-batched-bench there"),
         ({"engine": "vllm"}, "pip install vllm"),
     ],
 )  # fmt: skip
@@ -167,7 +167,7 @@ def test_what_an_engine_lacks_and_engines_that_are_missing_are_named(
 ) -> None:
     with pytest.raises(UsageError, match=message):
         bench(model, **words)
-    with pytest.raises(UsageError, match=r"x\.gguf: is for llama\.cpp; use --engine llama\.cpp"):
+    with pytest.raises(UsageError, match=r"x\.gguf: is for llama\.cpp; use engine=\"llama\.cpp\""):
         bench("x.gguf")
 
 
@@ -190,7 +190,7 @@ def test_nothing_is_built_before_every_model_is_known_to_run(model: Path, tmp_pa
         bench([model, "org/name"], **words)
     with pytest.raises(UsageError, match="no such file"):
         bench([model, tmp_path / "absent.gguf"], **words)
-    with pytest.raises(UsageError, match="--llama-cpp or LLAMA_CPP"):
+    with pytest.raises(UsageError, match="llama_cpp or LLAMA_CPP"):
         bench(model, engine="llama.cpp", engine_path=tools)
     (tmp_path / "is.gguf").write_bytes(b"0")
     with pytest.raises(UsageError, match="has its precision already"):
@@ -239,7 +239,7 @@ if "about" in job:
     known = [names != ["BrandNewForCausalLM"] for names in job["about"]]
     print(json.dumps({{"version": "9", "device": "cpu", "asked": job["about"], "known": known}}))
 elif job["batch"] > 4:
-    print(json.dumps({{"usage": "vLLM's cache holds 8 tokens", "fix": "use --batch 4"}}))
+    print(json.dumps({{"usage": "vLLM's cache holds 8 tokens", "fix": "use batch 4"}}))
 elif job["batch"] == 3:
     sys.exit("Traceback\\nRuntimeError: the engine fell over")
 else:
@@ -259,7 +259,7 @@ def test_vllm_is_asked_in_a_process_of_its_own(model: Path, tmp_path: Path) -> N
     assert (result.engine, result.device) == ("vllm 9", "cpu")
     assert row["tokens_per_second"] == 4 and row["prefill_tokens_per_second"] == 6
     assert row["step_bytes"] == 100 + row["kv_bytes"] and row["warnings"] == ["slow"]
-    with pytest.raises(UsageError, match="holds 8 tokens; use --batch 4"):
+    with pytest.raises(UsageError, match="holds 8 tokens; use batch 4"):
         bench(model, batch=5, **words)
     with pytest.raises(CheckpointError, match="the engine fell over"):
         bench(model, batch=3, **words)

@@ -11,19 +11,21 @@ import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
 import torch
 
 from ..checkpoints.hf_config import is_encoder_decoder, load_config_json, stored_dtype
 from ..checkpoints.loading import free_memory, load_model, resolve_device, resolve_dtype
-from ..config.commands import BenchConfig, CacheType, Decoder
-from ..config.option import declared
+from ..config.commands import BenchConfig
+from ..config.keywords import BenchKeywords
+from ..config.option import build
+from ..config.signature import takes_options
 from ..errors import UnsupportedModelError, UsageError
 from ..evaluation.setup import context_length
 from ..kv_cache import decode_step_bytes, kv_bytes, max_batch, step_weight_bytes
 from ..results import Result
-from .bench_engines import VLLM, Engine, LlamaCpp, check_options
+from .bench_engines import ENGINE_OPTIONS, VLLM, Engine, LlamaCpp, check_options
 from .decode import fixed_step
 from .fixed_cache import NotServed
 from .growing_cache import growing_cache
@@ -32,7 +34,7 @@ from .step_times import DecodeTimes, copy_bandwidth
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-NEW_TOKENS = 64  # steps that are timed
+NEW_TOKENS = BenchConfig.new_tokens
 
 
 @dataclass
@@ -66,45 +68,15 @@ class BenchResult(Result):
     models: list[dict[str, Any]] = field(default_factory=list)
 
 
-def bench(
-    models: str | Path | Sequence[str | Path],
-    *,
-    batch: int = 1,
-    context: int = 1024,
-    new_tokens: int = NEW_TOKENS,
-    dtype: str = "auto",
-    device: str = "auto",
-    bandwidth: float | None = None,
-    memory: float | Sequence[float] = (),
-    compile: bool | None = None,
-    engine: Decoder = "transformers",
-    cache_type: CacheType | None = None,
-    precision: str | None = None,
-    threads: int | None = None,
-    engine_path: str | Path | None = None,
-    llama_cpp: str | Path | None = None,
-    trust_remote_code: bool = False,
-) -> BenchResult:
+@takes_options(BenchConfig)
+def bench(models: str | Path | Sequence[str | Path], **options: Unpack[BenchKeywords]) -> BenchResult:
     """Time decoding as a server does it: full cache, no mask, and on a GPU compiled layers in a CUDA graph.
 
     Another engine is called where it is installed, and measures by its own means.
 
     Args:
         models: Folders or hub ids; all run in the dtype that the first resolves to. For llama.cpp folders or .gguf files.
-        batch: Sequences decoded at once.
-        context: Tokens that a step attends to; shortened to what every model was built for.
-        new_tokens: Steps timed; the median is reported.
-        dtype, device: As in `evaluate`.
-        bandwidth: Memory bytes per second of the device; measured by a copy where it is not given.
-        memory: Budgets in bytes: at each the largest batch whose cache fits beside the weights is timed too.
-        compile: Whether to compile the layers; None for yes on a GPU.
-        engine: `transformers`, `llama.cpp` or `vllm`.
-        cache_type: Of keys and values in llama.cpp: `f16`, `q8_0`, `q4_0`.
-        precision: What llama.cpp gets of a folder: `f16`, `q8_0`.
-        threads: Of llama.cpp.
-        engine_path: Folder of llama.cpp's programs, or the Python that has vLLM.
-        llama_cpp: Sources of llama.cpp, whose converter a folder needs; None for those that `LLAMA_CPP` names.
-        trust_remote_code: Run code that comes with a model.
+        **options: See `BenchConfig`.
 
     Returns:
         Measured figures of each model.
@@ -119,66 +91,50 @@ def bench(
         >>> bench(["llama", "llama-gqa8"], batch=16, context=4096).models[1]["tokens_per_second"]  # doctest: +SKIP
         1912.0
     """
-    numbers = {"batch": batch, "context": context, "new-tokens": new_tokens, "threads": threads}
-    for name, value in numbers.items():
-        if value is not None and value < 1:
-            raise UsageError("must be at least 1", where=f"--{name} {value}")
-    paths = [str(models)] if isinstance(models, (str, Path)) else [str(path) for path in models]
-    given = _chosen(
-        dtype=dtype, device=device, memory=memory or None, compile=compile, cache_type=cache_type, precision=precision,
-        threads=threads, engine_path=engine_path, llama_cpp=llama_cpp, trust_remote_code=trust_remote_code,
-    )  # fmt: skip
-    check_options(engine, given, paths)
-    if engine != "transformers":
-        caller = {"llama.cpp": LlamaCpp, "vllm": VLLM}[engine](paths, **given)
-        return _in_engine(engine, caller, paths, batch, context, new_tokens, bandwidth)
+    config = build(BenchConfig, "bench", {"models": models} | options)  # type: ignore[operator]
+    paths = list(config.models)
+    given = {name: value for name, value in config.changed().items() if name in ENGINE_OPTIONS}
+    check_options(config.engine, given, paths)
+    if config.engine != "transformers":
+        caller = {"llama.cpp": LlamaCpp, "vllm": VLLM}[config.engine](paths, **given)
+        return _in_engine(config, caller, paths)
     configs = {path: load_config_json(path) for path in paths}
     _check_decoders(configs)
-    context, warnings = _within(configs, context)
-    where = resolve_device(device)
-    number = resolve_dtype(dtype, where, stored_dtype(configs[paths[0]]))
+    context, warnings = _within(configs, config.context)
+    where = resolve_device(config.device)
+    dtype = resolve_dtype(config.dtype, where, stored_dtype(configs[paths[0]]))
     measured = copy_bandwidth(where)
     result = BenchResult(
-        batch, context, new_tokens, str(number).removeprefix("torch."), str(where), engine, measured, warnings
+        config.batch,
+        context,
+        config.new_tokens,
+        str(dtype).removeprefix("torch."),
+        str(where),
+        config.engine,
+        measured,
+        warnings,
     )
-    budgets = [memory] if isinstance(memory, (int, float)) else list(memory)
+    how: dict[str, Any] = {
+        "context": context,
+        "steps": config.new_tokens,
+        "bandwidth": config.bandwidth or measured,
+        "compiled": config.compile,
+    }
     for path in paths:
         gc.collect()
-        model = load_model(path, dtype=number, device=where, trust_remote_code=trust_remote_code)
-        row = decode_row(
-            path, model, configs[path], batch=batch, context=context, steps=new_tokens,
-            bandwidth=bandwidth or measured, compiled=compile,
-        )  # fmt: skip
-        row["budgets"] = [
-            budget_row(
-                model, configs[path], memory_bytes, context=context, steps=new_tokens,
-                bandwidth=bandwidth or measured, compiled=compile,
-            )
-            for memory_bytes in budgets
-        ]  # fmt: skip
+        model = load_model(path, dtype=dtype, device=where, trust_remote_code=config.trust_remote_code)
+        row = decode_row(path, model, configs[path], batch=config.batch, **how)
+        row["budgets"] = [budget_row(model, configs[path], nbytes, **how) for nbytes in config.memory]
         result.models.append(row)
         del model
     return result
 
 
-def _chosen(**options: Any) -> dict[str, Any]:
-    """Options that are not at their defaults."""
-    known = declared(BenchConfig)
-    return {name: value for name, value in options.items() if value not in (None, known[name].default)}
-
-
-def _in_engine(
-    name: str,
-    engine: Engine,
-    paths: Sequence[str],
-    batch: int,
-    context: int,
-    steps: int,
-    bandwidth: float | None,
-) -> BenchResult:
+def _in_engine(config: BenchConfig, engine: Engine, paths: Sequence[str]) -> BenchResult:
     """The same table from an engine that measures itself."""
     _check_decoders(engine.configs)
-    context, warnings = _within(engine.configs, context)
+    batch, steps = config.batch, config.new_tokens
+    context, warnings = _within(engine.configs, config.context)
     if context < 2:
         raise UsageError("must be at least 2: a prompt and a token", where=f"--context {context}")
     on_cpu = torch.device("cpu") if engine.device == "cpu" else None
@@ -188,9 +144,16 @@ def _in_engine(
             _check_fits(path, int(cache), batch, context, on_cpu)
     measured = copy_bandwidth(on_cpu) if on_cpu is not None else None
     result = BenchResult(
-        batch, context, steps, engine.dtype, engine.device, f"{name} {engine.version}", measured, warnings
+        batch,
+        context,
+        steps,
+        engine.dtype,
+        engine.device,
+        f"{config.engine} {engine.version}",
+        measured,
+        warnings,
     )
-    ceiling = bandwidth or measured
+    ceiling = config.bandwidth or measured
     for path in paths:
         row = engine.row(path, batch, context, steps)
         moved = row.get("step_bytes")
@@ -370,5 +333,5 @@ def _check_fits(path: str, cache: int, batch: int, context: int, device: torch.d
     raise UsageError(
         f"a cache of {cache / 1e9:.1f} GB does not fit: {free / 1e9:.1f} GB are free on {device}",
         where=path,
-        fix=f"use --batch {fits}" if fits else f"use --batch 1 --context {max(1, shorter * batch)}",
+        fix=f"use --batch {fits}" if fits else f"use --batch 1 and --context {max(1, shorter * batch)}",
     )

@@ -21,7 +21,7 @@ from typing import Any, Protocol, get_args
 
 from ..checkpoints.hf_config import load_config_json
 from ..config.commands import Decoder
-from ..errors import CheckpointError, UnsupportedModelError, UsageError, quoted, reason
+from ..errors import CheckpointError, UnsupportedModelError, UsageError, reason
 from ..kv_cache import kv_bytes, step_weight_bytes
 from ..modeling import PREFIX
 from .engine_converters import llama_cpp_sources, supported_architectures, to_gguf
@@ -37,6 +37,7 @@ USES = {
     "llama.cpp": {"device", "cache_type", "precision", "threads", "engine_path", "llama_cpp"},
     "vllm": {"dtype", "engine_path", "trust_remote_code"},
 }
+ENGINE_OPTIONS = frozenset().union(*USES.values())
 CACHE_LINE = re.compile(r"size = +([\d.]+) MiB \( *(\d+) cells.*seqs")
 LOG_PREFIX = re.compile(r"^[\d.]+ [A-Z] ")  # time and level of a line
 VLLM_SCRIPT = Path(__file__).with_name("in_vllm.py")
@@ -75,10 +76,8 @@ def check_options(engine: str, given: Mapping[str, Any], paths: Sequence[str]) -
         paths: Its models.
 
     Raises:
-        UsageError: There is no such engine, or it has no such option.
+        UsageError: The engine has no such option, or takes no such file.
     """
-    if engine not in ENGINES:
-        raise UsageError(f"no engine {engine!r}", where="--engine", fix=f"choose one of {', '.join(ENGINES)}")
     for name in given:
         if name not in USES[engine]:
             able = " and ".join(other for other in ENGINES if name in USES[other])
@@ -146,10 +145,6 @@ class LlamaCpp:
         engine_path: str | Path | None = None,
         llama_cpp: str | Path | None = None,
     ) -> None:
-        if cache_type not in (None, *BITS):
-            raise UsageError(
-                f"no {quoted(cache_type)}", where="--cache-type", fix=f"choose one of {', '.join(BITS)}"
-            )
         self.tool = _tool(engine_path)
         self.precision, self.cache_type, self.threads = precision or "f16", cache_type or "f16", threads
         files = [path for path in paths if path.endswith(".gguf")]

@@ -28,6 +28,7 @@ KEYWORDS = HERE / "keywords.py"
 # TypedDict -> the options it holds, without those that the function names itself.
 TYPED: dict[str, tuple[tuple[type[Config], ...], tuple[str, ...]]] = {
     "PlanKeywords": ((PlanConfig,), ("source",)),
+    "BenchKeywords": ((BenchConfig,), ("models",)),
     "ConvertKeywords": ((ConvertConfig,), ("source", "out", "groups")),
     "EvaluateKeywords": ((EvaluateConfig,), ("models", "data", "agreement")),
     "UptrainKeywords": ((UptrainConfig, TrainerOptions), ("model", "out", "data")),
@@ -46,6 +47,7 @@ def keywords() -> str:
         "from typing import Any, TypedDict",
         "",
         "from .coerce import Bytes, Steps",
+        "from .commands import CacheType, Decoder",
         "from .convert import Attention, Method",
         "from .evaluate import Bos, Metric, Protocol",
         "from .pair_options import Targets, Task",

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, TypedDict
 
 from .coerce import Bytes, Steps
+from .commands import CacheType, Decoder
 from .convert import Attention, Method
 from .evaluate import Bos, Metric, Protocol
 from .pair_options import Targets, Task
@@ -32,6 +33,26 @@ class PlanKeywords(TypedDict, total=False):
     uptrain_tokens: int
     bandwidth: Bytes
     revision: str | None
+
+
+class BenchKeywords(TypedDict, total=False):
+    """Options of `BenchConfig`."""
+
+    engine: Decoder
+    batch: int
+    context: int
+    new_tokens: int
+    dtype: str
+    device: str
+    bandwidth: Bytes | None
+    memory: tuple[Bytes, ...]
+    compile: bool | None
+    cache_type: CacheType | None
+    precision: str | None
+    threads: int | None
+    engine_path: Any
+    llama_cpp: Any
+    trust_remote_code: bool
 
 
 class ConvertKeywords(TypedDict, total=False):

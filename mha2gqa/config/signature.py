@@ -15,7 +15,14 @@ from ..errors import Mha2gqaError
 from .option import Config, Declared, declared
 
 F = TypeVar("F", bound=Callable[..., object])
-_VALUES = ("generate", "none", "auto", "mean", "joint")  # values that messages name behind an option
+_VALUES = (
+    "generate",
+    "none",
+    "auto",
+    "mean",
+    "joint",
+    "llama.cpp",
+)  # values that messages name behind an option
 _TYPED = ContextVar("typed", default=False)  # whether options were typed on the command line
 
 

@@ -257,9 +257,37 @@ def test_another_command_is_refused_by_what_changed_and_nothing_is_lost(
     save_file({n: x + 1 if "layers.3" in n else x for n, x in weights.items()}, source / "model.safetensors")
     with pytest.raises(UsageError, match="source: "):
         mha2gqa.convert(source, tmp_path / "out", 2, calibration=[text], **OPTIONS)
+    with pytest.raises(
+        UsageError, match=r"\(groups: 2 -> 4; "
+    ):  # the option before the groupings that follow from it
+        mha2gqa.convert(source, tmp_path / "out", 4, calibration=[text], **OPTIONS)
     assert {p.name: p.read_bytes() for p in (tmp_path / "out.convert").glob("*.safetensors")} == kept
     mha2gqa.convert(source, tmp_path / "out", 2, calibration=[text], force=True, **changed)
     assert not (tmp_path / "out.convert").exists()
+
+
+def test_a_command_with_force_goes_on_as_it_was_begun(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = save(llama(), tmp_path / "source")
+    mha2gqa.convert(source, tmp_path / "out", 4)
+    with monkeypatch.context() as patch:
+        stop_after(patch, 1)
+        with pytest.raises(KeyboardInterrupt):
+            mha2gqa.convert(source, tmp_path / "out", 2, calibration=[text], force=True, **OPTIONS)
+    seen: list[tuple[str, int, int | None]] = []
+    with progress.reporting(progress.Callback(lambda *at: seen.append(at))):
+        mha2gqa.convert(source, tmp_path / "out", 2, calibration=[text], force=True, **OPTIONS)
+    assert ("fitting", 2, LAYERS) in seen and ("fitting", 1, LAYERS) not in seen
+
+
+def test_a_folder_of_somebody_else_in_the_place_of_the_work_is_left_alone(text: str, tmp_path: Path) -> None:
+    source, mine = save(llama(), tmp_path / "source"), tmp_path / "out.convert" / "notes.txt"
+    mine.parent.mkdir()
+    mine.write_text("mine")
+    with pytest.raises(UsageError, match=r"out\.convert: is in the way and is not an unfinished conversion"):
+        mha2gqa.convert(source, tmp_path / "out", 2, calibration=[text], force=True, **OPTIONS)
+    assert mine.read_text() == "mine"
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from .. import distributed
 from ..checkpoints.atomic import FileLock, replacing, write_json, writing_to
-from ..errors import CheckpointError, UsageError
+from ..errors import CheckpointError, UsageError, quoted
 
+LOCK, RUN = "lock", "run.json"
 MOMENTS = "moments."  # tensors of a block's file beside its weights
 
 
@@ -53,7 +54,7 @@ class WorkDir:
 
     def __init__(self, out: Path) -> None:
         self.root = out.with_name(out.name + ".convert")
-        self._lock = FileLock(self.root / "lock")
+        self._lock = FileLock(self.root / LOCK)
         self._writer = ThreadPoolExecutor(1)
         self._writing: Future[None] | None = None
 
@@ -62,14 +63,14 @@ class WorkDir:
 
         Args:
             keys: Everything that decides the result: source, text, options.
-            restart: Delete what another conversion left instead of refusing.
+            restart: Delete what a conversion with other options left instead of refusing.
 
         Returns:
             How many blocks are finished.
 
         Raises:
             UsageError: Another process works here, or the folder belongs to a conversion with other options,
-                which are named; nothing is lost.
+                which are named, or to none; nothing is lost.
         """
         plain = json.loads(json.dumps(keys, default=str))
         if distributed.is_rank_zero():
@@ -78,18 +79,27 @@ class WorkDir:
         return self.count()
 
     def _open(self, options: Mapping[str, Any], restart: bool) -> None:
-        known = self.root / "run.json"
+        known = self.root / RUN
         found = self.root.exists()
+        if found and not known.exists() and any(path.name != LOCK for path in self.root.iterdir()):
+            raise UsageError(
+                "is in the way and is not an unfinished conversion", where=self.root, fix="choose another OUT"
+            )
         with writing_to(self.root):
             self.root.mkdir(parents=True, exist_ok=True)
             self._take_lock()
         if found:
             before, keys = _flat(_read_keys(known)), _flat(options)
-            changed = sorted(k for k in before.keys() | keys.keys() if before.get(k) != keys.get(k))
-            if restart or not self.count():
+            differ = (k for k in before.keys() | keys.keys() if before.get(k) != keys.get(k))
+            changed = sorted(
+                differ, key=lambda k: ("." in k, k)
+            )  # what was asked before what follows from it
+            if not self.count() or (changed and restart):
                 self._clear()
             elif changed:
-                changes = "; ".join(f"{k}: {before.get(k)!r} -> {keys.get(k)!r}"[:120] for k in changed[:3])
+                changes = "; ".join(
+                    f"{k}: {quoted(before.get(k), 40)} -> {quoted(keys.get(k), 40)}" for k in changed[:3]
+                )
                 raise UsageError(
                     f"holds {self.count()} finished layers of a conversion with other options ({changes})",
                     where=self.root,
@@ -105,7 +115,7 @@ class WorkDir:
 
     def _clear(self) -> None:
         for path in self.root.iterdir():
-            if path.name != "lock":
+            if path.name not in (LOCK, RUN):  # which is replaced, and says meanwhile whose folder this is
                 path.unlink() if path.is_file() else shutil.rmtree(path)
 
     def count(self) -> int:

@@ -129,6 +129,10 @@ def load_model(
             named, sorted), or memory does not suffice (what is needed and what is there).
         UsageError: It needs code of its own and there is no consent.
         UnsupportedModelError: It is the encoder of an encoder-decoder, alone.
+
+    Example:
+        >>> load_model("llama-gqa8", dtype="bfloat16", device="cuda").config.num_key_value_heads  # doctest: +SKIP
+        8
     """
     from transformers import AutoConfig
 

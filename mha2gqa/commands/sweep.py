@@ -121,7 +121,11 @@ def sweep(
         One table over all cells, and the files written (the page has the frontier).
 
     Raises:
-        As `run`.
+        UsageError, UnsupportedModelError: The recipe is invalid, or has no `sweep` section; nothing has been written.
+        CheckpointError, DataError, TrainingError: As the stages of a cell raise them.
+
+    Example:
+        >>> sweep("recipes/paper-methods.yaml", overrides=["sweep.groups=[8, 4]"]).written  # doctest: +SKIP
     """
     recipe = as_recipe(recipe, overrides)
     check_recipe(recipe)

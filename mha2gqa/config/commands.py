@@ -19,7 +19,7 @@ GROUP_FLAGS = ("--groups", "--kv-heads")
 
 @dataclass(frozen=True)
 class PlanConfig(Config):
-    """Everything `plan` is asked."""
+    """Every option of `plan`, as command line, recipe and Python take it; docs/options.md describes the fields."""
 
     source: Any = option(
         ..., "Checkpoint folder, its config.json, or a Hub id.", WHAT, argument=True, form=str, where=(CLI,)
@@ -137,7 +137,7 @@ class PlanConfig(Config):
 
 @dataclass(frozen=True)
 class BenchConfig(Config):
-    """Everything `bench` is asked."""
+    """Every option of `bench`, as command line, recipe and Python take it; docs/options.md describes the fields."""
 
     models: Any = option(
         ...,
@@ -223,7 +223,7 @@ class BenchConfig(Config):
 
 @dataclass(frozen=True)
 class VerifyConfig(Config):
-    """Everything `verify` is asked."""
+    """Every option of `verify`, as command line, recipe and Python take it; docs/options.md describes the fields."""
 
     out: Any = option(..., "A converted folder.", WHAT, argument=True, form=str, where=(CLI,))
     against: Any = option(
@@ -240,7 +240,7 @@ class VerifyConfig(Config):
 
 @dataclass(frozen=True)
 class ExportConfig(Config):
-    """Everything `export` is asked."""
+    """Every option of `export`, as command line, recipe and Python take it; docs/options.md describes the fields."""
 
     model: Any = option(..., "Folder of the checkpoint.", WHAT, argument=True, form=str, where=(CLI,))
     out: Any = option(..., "Folder to make.", WHAT, argument=True, form=str, where=(CLI,))
@@ -286,7 +286,7 @@ class ExportConfig(Config):
 
 @dataclass(frozen=True)
 class PushConfig(Config):
-    """Everything `push` is asked."""
+    """Every option of `push`, as command line, recipe and Python take it; docs/options.md describes the fields."""
 
     folder: Any = option(
         ..., "A converted or uptrained checkpoint.", WHAT, argument=True, form=str, where=(CLI,)
@@ -301,7 +301,7 @@ class PushConfig(Config):
 
 @dataclass(frozen=True)
 class DemoConfig(Config):
-    """Everything `demo` is asked."""
+    """Every option of `demo`, as command line, recipe and Python take it; docs/options.md describes the fields."""
 
     out: Any = option("mha2gqa-demo", "Folder to work in.", OUTPUT, metavar="DIR", form=str, where=(CLI,))
     groups: int = option(

@@ -21,7 +21,7 @@ MOST_RECORDINGS = (
 
 @dataclass(frozen=True)
 class ConvertConfig(PairConfig):
-    """Everything `convert` is asked."""
+    """Every option of `convert`, as command line, recipe and Python take it; docs/options.md describes the fields."""
 
     source: Any = option(..., "Folder or Hub id of the model.", WHAT, argument=True, form=str, where=(CLI,))
     out: Any = option(

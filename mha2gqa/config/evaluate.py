@@ -15,7 +15,7 @@ Bos = Literal["auto", "always", "never"]
 
 @dataclass(frozen=True)
 class EvaluateConfig(PairConfig):
-    """Everything `evaluate` is asked."""
+    """Every option of `evaluate`, as command line, recipe and Python take it; docs/options.md describes the fields."""
 
     models: Any = option(
         ...,

@@ -21,7 +21,7 @@ TeacherDtype = Literal["int8"]
 
 @dataclass(frozen=True)
 class UptrainConfig(PairConfig):
-    """Everything an uptraining run is asked."""
+    """Every option of `uptrain`, as command line, recipe and Python take it; docs/options.md describes the fields."""
 
     model: str = option(..., "Checkpoint to train: a folder or a Hub id.", WHAT, argument=True, where=(CLI,))
     out: str = option(

@@ -43,6 +43,10 @@ def convert_state_dict(
     Returns:
         A new dict; tensors that do not change are the same objects.
 
+    Raises:
+        UsageError: `groups` does not divide the KV heads, or `groupings` or `method` is invalid.
+        CheckpointError, UnsupportedModelError: The tensors are not those that the spec names.
+
     Example:
         >>> spec = AttentionSpec(modules=(("self", "blocks.{layer}.attn"),), q="q_linear", k="k_linear",
         ...                      v="v_linear", o="o_linear")

@@ -38,7 +38,7 @@ ModelRef = str | Path | LoadedModel
 
 @dataclass(frozen=True)
 class EvaluateConfig(config.EvaluateConfig):
-    """Everything `evaluate` is asked, with the models as they are opened."""
+    """Every option of `evaluate`, with the models as they are opened."""
 
     @property
     def subjects(self) -> list[ModelRef]:

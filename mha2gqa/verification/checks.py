@@ -11,7 +11,7 @@ from ..architectures import find_attention_modules, find_spec, geometry
 from ..architectures.explain import refuse_latent
 from ..checkpoints.reader import Checkpoint, open_checkpoint
 from ..errors import Mha2gqaError
-from ..modeling import exported_class, find_export, modeling_file
+from ..modeling import Export, exported_class, find_export, modeling_file
 from ..results import Check, Result
 from .against import check_against
 from .as_written import NAME as AS_WRITTEN
@@ -23,7 +23,13 @@ from .tiny_random import check_tiny_random
 
 @dataclass
 class VerifyResult(Result):
-    """Every check made on a folder; `ok` unless one failed, or one that is due could not be made (`unchecked`)."""
+    """Every check made on a folder.
+
+    Args:
+        path: The folder.
+        checks: Each with `name`, `ok` (None where it was not made) and `detail`.
+        unchecked: Checks that are due and could not be made, with reasons.
+    """
 
     command: ClassVar[str] = "verify"
     table: ClassVar[str] = "checks"
@@ -33,6 +39,7 @@ class VerifyResult(Result):
 
     @property
     def ok(self) -> bool:
+        """Whether no check failed and none that is due is missing."""
         return not (failed(self.checks) or self.unchecked)
 
 
@@ -50,7 +57,11 @@ def verify(out: str | Path, *, against: str | Path | None = None, full: bool = F
         full: Read every tensor and demand finite numbers.
 
     Returns:
-        All checks, also the failed ones.
+        All checks, also the failed ones: a folder that cannot be read is one of those, not an error.
+
+    Example:
+        >>> verify("llama-gqa8", against="llama", full=True).ok  # doctest: +SKIP
+        True
     """
     checks = verify_folder(Path(out), full=full)
     if not failed(checks):
@@ -84,15 +95,19 @@ def verify_folder(folder: Path, *, expected: Sequence[str] | None = None, full: 
     if full:
         checks.append(_guard("finite", lambda: _finite(checkpoint)))
     if (export := find_export(checkpoint.config)) and exported_class(checkpoint.config):
-        beside = folder / export.file
-        if not beside.is_file():
-            checks.append(Check("modelling code", False, f"{export.file} is missing"))
-        else:  # another version of this package may have written it
-            same = beside.read_bytes() == modeling_file(export).read_bytes()
-            detail = "as this package writes it" if same else "not the file this package writes"
-            checks.append(Check("modelling code", True if same else None, f"{export.file} is {detail}"))
+        checks.append(_modelling_code(folder, export))
     checks.append(_guard("loads", lambda: check_loads(folder, checkpoint.config)))
     return checks
+
+
+def _modelling_code(folder: Path, export: Export) -> Check:
+    """Whether the code beside the weights is ours; another version of this package may have written it."""
+    name, beside = "modelling code", folder / export.file
+    if not beside.is_file():
+        return Check(name, False, f"{export.file} is missing")
+    if beside.read_bytes() != modeling_file(export).read_bytes():
+        return Check(name, None, f"{export.file} is not the file this package writes")
+    return Check(name, True, f"{export.file} is as this package writes it")
 
 
 def _guard(name: str, check: Callable[[], Check]) -> Check:

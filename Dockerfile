@@ -10,10 +10,11 @@ WORKDIR /src
 COPY pyproject.toml README.md LICENSE ./
 COPY mha2gqa mha2gqa
 COPY recipes recipes
-# torch stays the one of the image: it fits its CUDA.
-RUN python -c "import torch; print(f'torch=={torch.__version__}')" > /tmp/torch.txt \
-    && python -m pip install -c /tmp/torch.txt '.[trackers,qlora]' \
-    && useradd --create-home user && mkdir -p /data /hf && chown user /data /hf
+# torch stays the one of the image, which fits its CUDA.
+RUN python -c "import torch; print(f'torch=={torch.__version__}')" > constraints.txt \
+    && python -m pip install -c constraints.txt '.[trackers,qlora]'
+# Runs as a user without rights; a fresh volume takes over the owner of the folder that it is mounted on.
+RUN useradd --create-home user && mkdir -p /data /hf && chown user /data /hf
 USER user
 WORKDIR /data
 ENTRYPOINT ["mha2gqa"]

@@ -9,7 +9,6 @@ ENV HF_HOME=/hf PIP_NO_CACHE_DIR=1 PYTHONUNBUFFERED=1
 WORKDIR /src
 COPY pyproject.toml README.md LICENSE ./
 COPY mha2gqa mha2gqa
-COPY recipes recipes
 # torch stays the one of the image, which fits its CUDA.
 RUN python -c "import torch; print(f'torch=={torch.__version__}')" > constraints.txt \
     && python -m pip install -c constraints.txt '.[trackers,qlora]'

@@ -157,27 +157,10 @@ def _longrope(known: Any, rope: Mapping[str, Any], rotary: int, wide: int) -> di
             fix="convert without --wide",
         )
     base, pairs = float(rope["rope_theta"]), rotary // 2
-    plain, reach, attention = [1.0] * pairs, known.max_position_embeddings, 1.0
-    lists = {"short_factor": plain, "long_factor": plain}
-    factor = 1.0
-    if kind in STATIC:
-        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-        frequencies, attention = ROPE_INIT_FUNCTIONS[kind](known, None)
-        own = [base ** (-2 * j / rotary) / f for j, f in enumerate(frequencies.double().tolist())]
-        lists = dict.fromkeys(lists, own)
-    elif kind == "longrope":
-        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-        attention = ROPE_INIT_FUNCTIONS[kind](known, None)[1]
-        lists = {name: [float(x) for x in rope[name]] for name in lists}
+    reach, factor = known.max_position_embeddings, 1.0
+    if kind == "longrope":
         reach, factor = rope["original_max_position_embeddings"], rope.get("factor") or 1.0
-    elif kind != "default":
-        raise UnsupportedModelError(
-            f"rope_type {kind} gives frequencies that depend on the text",
-            where=f"{WHERE} {wide}",
-            fix="convert without --wide",
-        )
+    lists, attention = _pair_factors(kind, known, rope, rotary, wide)
     if any(len(factors) != pairs for factors in lists.values()):
         raise CheckpointError(
             f"rope_parameters has no factor for each of {pairs} rotary pairs",
@@ -198,3 +181,30 @@ def _longrope(known: Any, rope: Mapping[str, Any], rotary: int, wide: int) -> di
         "factor": float(factor),
         "original_max_position_embeddings": reach,
     }
+
+
+def _pair_factors(
+    kind: str, known: Any, rope: Mapping[str, Any], rotary: int, wide: int
+) -> tuple[dict[str, list[float]], float]:
+    """What the source divides each rotary pair's frequency by, in short and in long texts, and its attention factor.
+
+    Raises:
+        UnsupportedModelError: The frequencies depend on the text.
+    """
+    names = ("short_factor", "long_factor")
+    if kind == "default":
+        return dict.fromkeys(names, [1.0] * (rotary // 2)), 1.0
+    if kind not in (*STATIC, "longrope"):
+        raise UnsupportedModelError(
+            f"rope_type {kind} gives frequencies that depend on the text",
+            where=f"{WHERE} {wide}",
+            fix="convert without --wide",
+        )
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    frequencies, attention = ROPE_INIT_FUNCTIONS[kind](known, None)
+    if kind == "longrope":
+        return {name: [float(x) for x in rope[name]] for name in names}, attention
+    base = float(rope["rope_theta"])
+    own = [base ** (-2 * j / rotary) / f for j, f in enumerate(frequencies.double().tolist())]
+    return dict.fromkeys(names, own), attention

@@ -220,37 +220,43 @@ def plan_for_spec(
     check_order(spec, modules)
     shared = [s for s in modules if s.module.kind in attention]
     before = kv_heads_before(spec, config, [s.geometry for s in shared])
-    num_heads = shared[0].geometry.num_heads
-    changes = config_changes(spec, config, num_heads, groups)
-    if wide > 1:
-        changes |= wide_changes(spec, config, shared[0].geometry, wide)
-    if export is not None:  # stock classes ignore the key (Whisper's takes it for another): ours only
+    numbers, num_heads = (before, groups), shared[0].geometry.num_heads
+    if export is None:
+        changes = config_changes(spec, config, num_heads, groups)
+        if wide > 1:
+            changes |= wide_changes(spec, config, shared[0].geometry, wide)
+    else:  # stock classes ignore the key (Whisper's takes it for another): ours only
         heads_of = {s.module.kind: len(s.grouping) for s in modules}
         changes = {} if groups == before else export_changes(config, heads_of, "lm_head.weight" in shapes)
-    notes = _notes(spec, config, num_heads, (before, groups), changes)
+    notes = _notes(spec, config, num_heads, numbers, changes)
     if wide > 1:
         notes.append(_wide_note(shared, groups, wide))
-    if export is not None and changes:
-        notes.append(
-            f"transformers has no KV-head count for this type: {export.file} goes with the result, which loads in "
-            f"transformers alone ({export.since} or later), with trust_remote_code=True; no other engine knows the class "
-            "(mha2gqa itself runs its own copy and needs no consent)"
-        )
+    travels = export if changes else None
+    if travels is not None:
+        notes.append(_export_note(travels))
     kinds = tuple(kind for kind in ATTENTION if any(s.module.kind == kind for s in shared))
-    source = dict(config)
-    if (
-        export is None
-        and spec.kv_heads_keys
-        and lookup(spec.text_config(config), spec.kv_heads_keys[0]) is None
-        and not spec.variants
-    ):
-        source = edit_config(config, {(*spec.config_path, *spec.kv_heads_keys[0].split(".")): before})
+    source = dict(config) if export is not None else _with_kv_heads(spec, config, before)
     new = edit_config(config, changes)
     if new != config:
         new = both_spellings(new)
-    travels = export if changes else None
-    numbers = (before, groups)
     return Plan(spec, modules, numbers, new, source, method, seed, tuple(notes), kinds, travels, wide=wide)
+
+
+def _with_kv_heads(spec: AttentionSpec, config: Mapping[str, Any], num_kv_heads: int) -> dict[str, Any]:
+    """The source's config, in which the number of KV heads stands even where it was left out."""
+    key = spec.kv_heads_keys[0] if spec.kv_heads_keys and not spec.variants else None
+    if key is None or lookup(spec.text_config(config), key) is not None:
+        return dict(config)
+    return edit_config(config, {(*spec.config_path, *key.split(".")): num_kv_heads})
+
+
+def _export_note(export: Export) -> str:
+    """What it means that modelling code goes with the result."""
+    return (
+        f"transformers has no KV-head count for this type: {export.file} goes with the result, which loads in "
+        f"transformers alone ({export.since} or later), with trust_remote_code=True; no other engine knows the class "
+        "(mha2gqa itself runs its own copy and needs no consent)"
+    )
 
 
 def _check_wide(

@@ -8,7 +8,6 @@ same and its blocks simply stay.
 from __future__ import annotations
 
 import logging
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -31,7 +30,7 @@ from ..calibration import (
 from ..checkpoints.streaming import Layers, place
 from ..errors import CheckpointError, UsageError
 from ..evaluation.context import context_warnings
-from ..reconstruct import LayerFit, ReconstructConfig
+from ..reconstruct import ReconstructConfig
 from ..reconstruct.driver import Fitter, find_pairs, split_batches
 from ..reconstruct.hidden_states import Stream, block_paths
 from ..reconstruct.ranks import Ranks
@@ -49,6 +48,7 @@ from .rewrite import ModuleConverter
 from .search import SearchBeside, grouped
 from .storing import result_spec
 from .validation import Validation
+from .walk_report import WalkReport
 from .work_dir import FinishedBlock, WorkDir
 
 logger = logging.getLogger("mha2gqa")
@@ -93,10 +93,8 @@ class Walk:
         self.blocks = block_paths(self.teacher, ordered[0].module)
         self.of_block = {b: [m.path for m in ordered if m.path.startswith(f"{b}.")] for b in self.blocks}
         self.shapes = {name: tuple(x.shape) for name, x in self.teacher.state_dict().items()}
-        self.reports: dict[str, dict[str, Any]] = {}
-        self.fits: list[LayerFit] = []
+        self.report = WalkReport()
         self.kept: Validation | None = None
-        self.warnings: list[str] = []
         self.done = 0  # blocks that an earlier run has finished
         self.grouped_already = False
         self.begun: dict[str, SearchBeside] = {}  # searches for blocks to come, by block
@@ -136,7 +134,7 @@ class Walk:
                     self._visit(number, block)
                 except torch.OutOfMemoryError as error:
                     raise self._too_large(block) from error
-                shown.advance(max(number + 1, self.done), self._note())
+                shown.advance(max(number + 1, self.done), self.report.note())
             if self.work is not None:
                 self.work.wait()
             with self.clock("losses"):
@@ -181,11 +179,11 @@ class Walk:
         nbytes = 3 * self.inputs.tokens * width * itemsize // self.ranks.count
         where = choose_place(nbytes, device, distributed.local_world_size())
         if where == "disk":
-            self.warnings.append(
+            self.report.warnings.append(
                 f"hidden states of {nbytes / 2**30:.1f} GiB do not fit in host memory: they are kept on disk, which is "
                 "slower; fewer --calibration-tokens fit"
             )
-            logger.info(self.warnings[-1])
+            logger.info(self.report.warnings[-1])
         return Memory(where, device, self.work.root if self.work is not None else None)
 
     def _stream(self, model: Any) -> Stream:
@@ -259,10 +257,8 @@ class Walk:
         with counted_clips(self.student, self.own_clip if final else None) as counts:
             self.kept.advance(name)
         for pair in self.pairs:
-            count = counts.get(pair.module.path)
-            if count is not None and bool(count[:, 0].any()):
-                shares = (count[:, 0] / count[:, 1].clamp_min(1)).tolist()
-                self.reports[pair.teacher.path]["clipped_result"] = dict(zip("qkv", shares, strict=True))
+            if (count := counts.get(pair.module.path)) is not None:
+                self.report.clipped(pair.teacher.path, count)
 
     # --- what is measured --------------------------------------------------------------------------------
 
@@ -332,8 +328,7 @@ class Walk:
                 )
             else:
                 self.plan, fields = begun(self.plan)
-            for path, gained in fields.items():
-                self.reports[path] = dict(gained)
+            self.report.begin(fields)
 
     def _look_ahead(self) -> None:
         """Measure the next block and begin its search, which takes cores and no GPU: the fits of this one follow."""
@@ -367,8 +362,7 @@ class Walk:
                 moments = self._moments()
                 converter = ModuleConverter(self.plan, module, self.shapes, self.weights.read, moments)
                 new |= {name: converter.tensor(role) for role, name in converter.names.items()}
-                if converter.report:
-                    self.reports[module.path] = converter.report | self.reports.get(module.path, {})
+                self.report.merged(module.path, converter.report)
                 self.measured.merged(module)
             self.weights.fill(block, new, self._own(block))
             return sorted(self._own(block))
@@ -392,14 +386,7 @@ class Walk:
         self._look_ahead()
         with self.clock("fit"):
             for fit in self.fitter.visit(self._pairs(block)):
-                self.fits.append(fit)
-                errors = {
-                    "error_merged": fit.before,
-                    "error_refitted": fit.refitted,
-                    "error_fitted": fit.after,
-                }
-                self.reports[fit.path] |= {name: x for name, x in errors.items() if x is not None}
-                self.reports[fit.path] |= {"steps": fit.steps}
+                self.report.fitted(fit)
 
     # --- what is kept ------------------------------------------------------------------------------------
 
@@ -407,7 +394,7 @@ class Walk:
         """A block as the work folder keeps it."""
         tensors = {name: tensor_of(self.student, name) for name in changed}
         modules = {
-            m.path: {"grouping": [list(g) for g in m.grouping], "report": self.reports.get(m.path, {})}
+            m.path: {"grouping": [list(g) for g in m.grouping], "report": self.report.modules.get(m.path, {})}
             for m in self._modules(block)
         }
         moments, seen = self.measured.of_block(self._modules(block))
@@ -421,7 +408,7 @@ class Walk:
             {m.path: m.grouping for m in self.plan.modules}
             | {path: tuple(map(tuple, known["grouping"])) for path, known in done.modules.items()}
         )
-        self.reports |= {path: known["report"] for path, known in done.modules.items() if known["report"]}
+        self.report.begin({path: known["report"] for path, known in done.modules.items() if known["report"]})
         self.measured.restore(done)
         self.clock.seconds = dict(done.info["seconds"])
         new = {name: x.to(device) for name, x in done.tensors.items()}
@@ -485,11 +472,6 @@ class Walk:
             fix=f"repeat with --fit batch_size={max(1, rows // 2)}, or a smaller --calibration-window",
         )
 
-    def _note(self) -> str:
-        if not self.fits:
-            return ""
-        return f"error {self.fits[-1].before:.3f} -> {self.fits[-1].after:.3f}"
-
     def _losses(self) -> dict[str, float]:
         """Loss of each model on the validation rows."""
         if self.validation is None:
@@ -500,28 +482,22 @@ class Walk:
         return {} if self.kept is None else self.kept.losses()
 
     def _result(self, losses: dict[str, float]) -> Converted:
-        about: dict[str, Any] = {}
-        warnings = self.warnings
-        if self.given and self.statistics is not None:
-            about["statistics"] = dict(self.statistics.about)
-            warnings += self.statistics.about.get("notes", [])
-        elif self.measured.seen:
-            about["statistics"] = self.measured.about(self.teacher, self.inputs, self.plan.modules)
-            about["statistics"] |= {"stored": self.stored} if self.stored else {}
-            warnings += about["statistics"]["notes"]
-            if self.options.statistics and distributed.is_rank_zero():
-                Statistics(self.measured.moments, about["statistics"]).save(self.options.statistics)
-        about |= {"unique_tokens": self.inputs.tokens, "window": self.inputs.window}
-        about |= {"losses": losses} if losses else {}
-        if self.config is not None:
-            steps = max((report.get("steps", 0) for report in self.reports.values()), default=0)
-            visits = steps * self.config.batch_size * self.inputs.window
-            about |= {"fit": asdict(self.config), "token_visits": visits}
+        """The converted model; statistics that are to be kept are saved."""
+        report, about = self.report, self._about_statistics()
+        report.warnings += about.get("statistics", {}).get("notes", [])
         if self.kept is not None:
-            warnings += context_warnings("the original", self.kept.positions.curve())
-        about["seconds"] = self.clock.seconds
-        if self.ranks.count > 1:
-            about["seconds_by_rank"] = self.ranks.gather(self.clock.seconds)
-        about |= {"peak_device_bytes": self.clock.peak} if self.clock.peak else {}
-        about |= {"peak_pinned_bytes": pinned} if (pinned := self.clock.pinned()) else {}
-        return Converted(self.student.eval(), self.plan, self.reports, about, warnings)
+            report.warnings += context_warnings("the original", self.kept.positions.curve())
+        about |= report.about(self.inputs, self.config, losses, self.clock, self.ranks)
+        return Converted(self.student.eval(), self.plan, report.modules, about, report.warnings)
+
+    def _about_statistics(self) -> dict[str, Any]:
+        """What the result says of the second moments, where there are any; those that are to be kept are saved."""
+        if self.given and self.statistics is not None:
+            return {"statistics": dict(self.statistics.about)}
+        if not self.measured.seen:
+            return {}
+        about = self.measured.about(self.teacher, self.inputs, self.plan.modules)
+        about |= {"stored": self.stored} if self.stored else {}
+        if self.options.statistics and distributed.is_rank_zero():
+            Statistics(self.measured.moments, about).save(self.options.statistics)
+        return {"statistics": about}

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any, TextIO
 
@@ -204,7 +204,8 @@ class Lines(Progress):
         with self._lock:
             if not self._ended.is_set():
                 self._last = time.monotonic()
-                print(self.line(), file=self._stream or sys.stderr, flush=True)
+                with suppress(OSError, ValueError):  # a full disk or a closed stream ends no job
+                    print(self.line(), file=self._stream or sys.stderr, flush=True)
 
 
 class Bar(Progress):

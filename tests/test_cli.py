@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -428,6 +429,20 @@ def test_unexpected_faults_are_one_line_too(args: list[str], variable: str, trac
     assert done.returncode == 1 and not done.stdout
     assert "error: TypeError: two lines (-v shows where)" in done.stderr.splitlines()
     assert ("Traceback" in done.stderr) == traceback
+
+
+@pytest.mark.parametrize("stderr", ["2>/dev/full", "2>&-", "2> >(true)"])
+def test_a_log_that_cannot_be_written_ends_no_work(stderr: str, pico: Path, tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "mha2gqa", "convert", str(pico), str(tmp_path / "out"), "--groups", "4"]
+    line = f"{shlex.join(words)} --json {stderr}"
+    done = subprocess.run(
+        ["bash", "-c", line], cwd=Path(__file__).parents[1], stdout=subprocess.PIPE, text=True
+    )
+    assert done.returncode == 0 and json.loads(done.stdout)["num_kv_heads"] == {"before": 8, "after": 4}
+    again = subprocess.run(
+        ["bash", "-c", line], cwd=Path(__file__).parents[1], stdout=subprocess.PIPE, text=True
+    )
+    assert again.returncode == 2 and json.loads(again.stdout)["error"]["exit_code"] == 2
 
 
 def test_logs_go_to_stderr(capsys: pytest.CaptureFixture[str], run: Run) -> None:

@@ -14,6 +14,7 @@ from training import write_text
 
 from mha2gqa import uptrain
 from mha2gqa.checkpoints.manifest import MANIFEST, read_manifest, without_paths
+from mha2gqa.checkpoints.output import publish
 from mha2gqa.checkpoints.side_files import KNOWN, find_side_files
 from mha2gqa.commands.push import push
 from mha2gqa.conversion.checkpoint import convert
@@ -303,6 +304,7 @@ def test_an_output_place_is_asked_before_the_work(pico: Path, tmp_path: Path) ->
         ("x/" * 2200 + "out", "too long"),
         ("a\0b", "is not a valid name"),
         ("\ud800", "is not a valid name"),
+        ("b\udcff", "is not a valid name"),  # bytes that are no UTF-8, which safetensors does not write
         ("..", "is not a valid name"),
         ("pico/out", "inside SOURCE"),
     ):
@@ -310,3 +312,15 @@ def test_an_output_place_is_asked_before_the_work(pico: Path, tmp_path: Path) ->
             convert(pico, tmp_path / out, 2)
         assert len(str(caught.value)) <= 400
     assert sorted(p.name for p in tmp_path.iterdir()) == ["dangling", "file", "link", "pico", "real"]
+
+
+def test_a_folder_that_appears_during_the_work_is_left_alone_and_named(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with (
+        pytest.raises(CheckpointError, match=r"out: has appeared meanwhile, of another process; nothing was"),
+        publish(out) as folder,
+    ):
+        (folder / "ours").touch()
+        out.mkdir()
+        (out / "theirs").touch()
+    assert [p.name for p in tmp_path.rglob("*")] == ["out", "theirs"]

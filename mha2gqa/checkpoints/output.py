@@ -78,6 +78,7 @@ def check_name(out: Path) -> None:
     """
     try:
         whole = os.fsencode(out.absolute())
+        whole.decode("utf-8")  # safetensors writes no other
     except UnicodeError:
         whole = b"\0"
     if b"\0" in whole or out.name in ("", ".", ".."):
@@ -274,6 +275,12 @@ def publish(out: Path, force: bool = False, work: Path | None = None) -> Iterato
 
 
 def _unwritable(out: Path, error: OSError) -> CheckpointError:
+    if error.errno == errno.ENOTEMPTY:
+        return CheckpointError(
+            "has appeared meanwhile, of another process",
+            where=out,
+            fix="nothing was published; choose another folder",
+        )
     return CheckpointError(
         f"cannot be written ({error.strerror or error})",
         where=out,

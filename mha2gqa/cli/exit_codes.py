@@ -16,6 +16,7 @@ import rich_click as click
 
 from .. import distributed
 from ..errors import Mha2gqaError
+from .state import Unfailing
 
 INTERRUPTED = 130
 FIRST_SPEAKS = 10.0  # seconds in which rank 0 meets what another process has met
@@ -30,6 +31,8 @@ def run_command(command: click.Group, argv: Sequence[str] | None = None) -> NoRe
     """
     args = list(sys.argv[1:] if argv is None else argv)
     state: dict[str, int] = {}
+    if not isinstance(sys.stderr, Unfailing):
+        sys.stderr = Unfailing(sys.stderr)  # type: ignore[assignment]
     sys.excepthook = lambda kind, error, trace: _unexpected(state, args, error)
     try:
         with _terminated_as_interrupted():

@@ -6,7 +6,9 @@ import logging
 import os
 import sys
 import warnings
-from typing import TextIO
+from contextlib import suppress
+from io import StringIO
+from typing import Any, TextIO
 
 import click
 
@@ -20,6 +22,31 @@ def state() -> dict[str, int]:
     """The flags of this call, and what has happened in it."""
     context = click.get_current_context(silent=True)
     return (context.find_root().obj or {}) if context else {}
+
+
+class Unfailing:
+    """A stream whose lines are told if they can be: a full disk or a reader that is gone ends no job of days.
+
+    Args:
+        stream: The standard error stream; None where the process has none.
+    """
+
+    def __init__(self, stream: TextIO | None) -> None:
+        self._stream: TextIO = stream or StringIO()
+
+    def write(self, text: str) -> int:
+        """Write what can be written."""
+        with suppress(OSError, ValueError):  # closed, among others
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush what can be flushed."""
+        with suppress(OSError, ValueError):
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 class _Stderr(logging.StreamHandler[TextIO]):

@@ -120,7 +120,7 @@ def test_routes_that_do_not_exist_are_refused_with_those_that_do() -> None:
 def test_a_model_that_does_not_fit_says_why(tmp_path: Path) -> None:
     config = {"model_type": "opt", **OPT, "do_layer_norm_before": False}
     assert arch_conversion.plan(config, [], 1) is None
-    with pytest.raises(UnsupportedModelError, match="norms come behind attention"):
+    with pytest.raises(UnsupportedModelError, match="norms come after attention"):
         arch_conversion.plan(config, [], 1, "gpt_bigcode")
     odd = {"model_type": "gpt_neox", **NEOX, "rotary_pct": 0.4}  # 3.2 of 8 dims
     names = [

@@ -73,7 +73,7 @@ def opt(config: Mapping[str, Any], names: Iterable[str]) -> ArchConversion:
     width = number(config, "hidden_size")
     if not config.get("do_layer_norm_before", True):
         raise UnsupportedModelError(
-            "its norms come behind attention, GPTBigCode's before", where="config.json"
+            "its norms come after attention, GPTBigCode's before it", where="config.json"
         )
     if config.get("word_embed_proj_dim", width) not in (None, width):
         raise UnsupportedModelError("GPTBigCode has no word_embed_proj_dim", where="config.json")

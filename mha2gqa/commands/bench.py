@@ -105,14 +105,14 @@ def bench(models: str | Path | Sequence[str | Path], **options: Unpack[BenchKeyw
     dtype = resolve_dtype(config.dtype, where, stored_dtype(configs[paths[0]]))
     measured = copy_bandwidth(where)
     result = BenchResult(
-        config.batch,
-        context,
-        config.new_tokens,
-        str(dtype).removeprefix("torch."),
-        str(where),
-        config.engine,
-        measured,
-        warnings,
+        batch=config.batch,
+        context=context,
+        new_tokens=config.new_tokens,
+        dtype=str(dtype).removeprefix("torch."),
+        device=str(where),
+        engine=config.engine,
+        copy_bandwidth=measured,
+        warnings=warnings,
     )
     how: dict[str, Any] = {
         "context": context,
@@ -144,14 +144,14 @@ def _in_engine(config: BenchConfig, engine: Engine, paths: Sequence[str]) -> Ben
             _check_fits(path, int(cache), batch, context, on_cpu)
     measured = copy_bandwidth(on_cpu) if on_cpu is not None else None
     result = BenchResult(
-        batch,
-        context,
-        steps,
-        engine.dtype,
-        engine.device,
-        f"{config.engine} {engine.version}",
-        measured,
-        warnings,
+        batch=batch,
+        context=context,
+        new_tokens=steps,
+        dtype=engine.dtype,
+        device=engine.device,
+        engine=f"{config.engine} {engine.version}",
+        copy_bandwidth=measured,
+        warnings=warnings,
     )
     ceiling = config.bandwidth or measured
     for path in paths:

@@ -305,9 +305,18 @@ def fixed_step(
     how += [str(step.variant)] if step.variant.compiled else []
     how += ["CUDA graph"] if step.graphed else []
     return DecodeTimes(
-        seconds, first, context, ", ".join(how), f"sdpa, {step.kernel}", True, step.graphed, step.variant.compiled,
-        tuple(dict.fromkeys(step.warnings)), step.kernels, step.seconds,
-    )  # fmt: skip
+        seconds=seconds,
+        first_token_seconds=first,
+        context=context,
+        path=", ".join(how),
+        attention=f"sdpa, {step.kernel}",
+        native_gqa=True,
+        cuda_graph=step.graphed,
+        compiled=step.variant.compiled,
+        warnings=tuple(dict.fromkeys(step.warnings)),
+        kernels=step.kernels,
+        variants=step.seconds,
+    )
 
 
 @contextmanager

@@ -83,19 +83,19 @@ class CalibrationOptions:
             OptionError: `grouping` is given, too.
         """
         return cls(
-            texts,
-            config.calibration_tokens,
-            config.calibration_window,
-            config.text_column,
-            config.statistics,
-            grouping_asked(config.grouping, groupings),
-            config.refit,
-            config.reconstruct,
-            config.fitting,
-            config.device,
-            config.seed,
-            config.trust_remote_code,
-            PairOptions.of(config),
+            texts=texts,
+            tokens=config.calibration_tokens,
+            window=config.calibration_window,
+            text_column=config.text_column,
+            statistics=config.statistics,
+            grouping=grouping_asked(config.grouping, groupings),
+            refit=config.refit,
+            reconstruct=config.reconstruct,
+            fit=config.fitting,
+            device=config.device,
+            seed=config.seed,
+            trust_remote_code=config.trust_remote_code,
+            pairs=PairOptions.of(config),
         )
 
     def left_alone(self, plan: Plan, fit: ReconstructConfig | None) -> list[str]:

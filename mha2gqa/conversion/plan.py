@@ -239,7 +239,19 @@ def plan_for_spec(
     new = edit_config(config, changes)
     if new != config:
         new = both_spellings(new)
-    return Plan(spec, modules, numbers, new, source, method, seed, tuple(notes), kinds, travels, wide=wide)
+    return Plan(
+        spec=spec,
+        modules=modules,
+        num_kv_heads=numbers,
+        config=new,
+        source=source,
+        method=method,
+        seed=seed,
+        warnings=tuple(notes),
+        attention=kinds,
+        export=travels,
+        wide=wide,
+    )
 
 
 def _with_kv_heads(spec: AttentionSpec, config: Mapping[str, Any], num_kv_heads: int) -> dict[str, Any]:

@@ -148,15 +148,15 @@ def convert_result(
     """What was done; `odd` are tensors that hold NaN or infinity."""
     plan, converters = calibrated.plan, calibrated.converters
     return ConvertResult(
-        job.config.source,
-        str(job.out),
-        dict(zip(("before", "after"), plan.num_kv_heads, strict=True)),
-        plan.method,
-        job.seen.found.summary if isinstance(job.seen, ArchConvertedCheckpoint) else {},
-        list(plan.attention),
-        [c.report for c in converters if c.report],
-        list(checks),
-        [
+        source=job.config.source,
+        output=str(job.out),
+        num_kv_heads=dict(zip(("before", "after"), plan.num_kv_heads, strict=True)),
+        method=plan.method,
+        reexpression=job.seen.found.summary if isinstance(job.seen, ArchConvertedCheckpoint) else {},
+        attention=list(plan.attention),
+        layers=[c.report for c in converters if c.report],
+        verification=list(checks),
+        warnings=[
             *plan.warnings,
             *broken_warnings(odd),
             *(f"published unchecked, as allowed: {what}" for what in unchecked(checks, plan.config)),
@@ -171,12 +171,12 @@ def convert_result(
             *merging_notes(converters),
             *pooling_warnings(converters),
         ],
-        calibrated.about,
-        cache_sizes(plan),
-        plan.groups,
-        plan.wide,
-        {"before": plan.modules[0].geometry.head_dim, "after": plan.modules[0].result.head_dim},
-        next_command(job.config, job.original.config, not plan.spec.unread),
+        calibration=calibrated.about,
+        kv_bytes_per_token=cache_sizes(plan),
+        groups=plan.groups,
+        wide=plan.wide,
+        head_dim={"before": plan.modules[0].geometry.head_dim, "after": plan.modules[0].result.head_dim},
+        recommended=next_command(job.config, job.original.config, not plan.spec.unread),
     )
 
 

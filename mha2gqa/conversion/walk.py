@@ -158,14 +158,14 @@ class Walk:
             self._measure_all()
         if self.validation is not None and self.original.chained:
             self.kept = Validation(
-                self.validation,
-                self.teacher,
-                self.student,
-                self.blocks,
-                self._vocabulary(),
-                self.layers.device,
-                self.config is not None,
-                self.original.masked,
+                rows=self.validation,
+                teacher=self.teacher,
+                student=self.student,
+                blocks=self.blocks,
+                vocabulary=self._vocabulary(),
+                device=self.layers.device,
+                fitted=self.config is not None,
+                masked=self.original.masked,
             )
         self.fitter = None if self.config is None else self._fitter(self.config)
         if not self.original.chained:

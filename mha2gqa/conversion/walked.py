@@ -74,7 +74,17 @@ def _walked(
             "remove the file to measure them again"
         )
     config = None if fit is None else fit_config(fit, seen)
-    done = Walk(layers, plan, seen, kept, options, config, work, statistics, stored).run()
+    done = Walk(
+        layers=layers,
+        plan=plan,
+        inputs=seen,
+        validation=kept,
+        options=options,
+        config=config,
+        work=work,
+        statistics=statistics,
+        stored=stored,
+    ).run()
     done.warnings += warnings
     if config is not None and config.regress and config.distill_steps:
         _distil(layers.model, done, seen, kept, config)

@@ -148,7 +148,17 @@ def prepare(config: EvaluateConfig) -> ResolvedConfig:
         _check_fair(config, reference)
         warnings.append("the models' tokenizers differ: only bits per byte can be compared")
     return ResolvedConfig(
-        config, text, entries, reference, window, stride, dtype, device, same, warnings, metrics
+        config=config,
+        text=text,
+        entries=entries,
+        reference=reference,
+        window=window,
+        stride=stride,
+        dtype=dtype,
+        device=device,
+        same_tokenizer=same,
+        warnings=warnings,
+        metrics=metrics,
     )
 
 

@@ -35,7 +35,16 @@ def merge_objective(
     notes = [note] if note else []
     if context.spec.value_symmetry != "linear":
         notes.append(f"values: symmetry {context.spec.value_symmetry}")
-    return MergeObjective(weights, context, parts, values, frame, queries, folds_bias, tuple(notes))
+    return MergeObjective(
+        weights=weights,
+        context=context,
+        keys=parts,
+        values=values,
+        frame=frame,
+        queries=queries,
+        folds_bias=folds_bias,
+        notes=tuple(notes),
+    )
 
 
 def has_sinks(weights: AttentionWeights) -> bool:

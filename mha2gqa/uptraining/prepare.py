@@ -145,7 +145,16 @@ def prepare(config: UptrainConfig) -> PreparedRun:
     width = int(text.get("hidden_size") or text.get("d_model") or DEFAULT_WIDTH)
     taught = teacher is not None
     run = PreparedRun(
-        config, budget, objective, width, taught, source, manifest, teacher, keys, speech=is_audio(raw)
+        config=config,
+        budget=budget,
+        objective=objective,
+        width=width,
+        distils=taught,
+        source=source,
+        manifest=manifest,
+        teacher=teacher,
+        keys=keys,
+        speech=is_audio(raw),
     )
     if not config.force:
         finished = recorded_result(Path(config.out), keys, any_teacher=missing is not None)

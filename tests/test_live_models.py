@@ -270,3 +270,35 @@ def test_a_conversion_that_loses_nothing_is_not_warned_of(
     assert "fitting did not lower" in loss_warnings({"original": 3.0, "merged": 3.1, "fitted": 3.1}, 32000)[0]
     assert "gqa4-wide2 --groups 4 --wide 2" in mha2gqa.plan(pico, groups=4, wide=2).recommended
     assert "1 KV head of head_dim 8 holds the cache" in str(mha2gqa.plan(pico, groups=2, wide=2).warnings)
+
+
+# --- training that goes on -------------------------------------------------------------------------------
+
+
+def test_a_folder_of_checkpoints_belongs_to_one_run(tmp_path: Path) -> None:
+    words: dict[str, Any] = {"tokens": 1024, "batch_tokens": 256, "save_steps": 2, "device": "cpu"}
+
+    def trained(
+        model: Any = None, blocks: torch.Tensor = BLOCKS, **more: Any
+    ) -> tuple[torch.Tensor, int | None]:
+        model = model or pico_llama()
+        result = train_model(model, blocks, folder=tmp_path / "run", **(words | more))
+        assert not model.training  # as it was given
+        return model.lm_head.weight.detach().clone(), result.resumed_from
+
+    first, began = trained()
+    again, resumed = trained()
+    assert (began, resumed) == (None, 4) and torch.equal(first, again)
+    other = pico_llama()
+    with torch.no_grad():
+        other.lm_head.weight.add_(1.0)
+    for call, what in (
+        (lambda: trained(other), "model contents: "),
+        (lambda: trained(blocks=BLOCKS.flip(0)), "blocks: "),
+        (lambda: trained(learning_rate=1e-5), "learning_rate: None -> 1e-05"),
+        (lambda: trained(teacher=pico_llama()), "teacher: None -> "),
+        (lambda: trained(tokens=2048), "tokens: 1024 -> 2048"),
+    ):
+        assert what in refused(call)
+    afresh, resumed = trained(other, force=True)
+    assert resumed is None and not torch.equal(afresh, first)

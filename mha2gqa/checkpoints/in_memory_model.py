@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import inspect
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +14,8 @@ from torch import Tensor
 
 from ..config.given import require_model
 from ..errors import UsageError, listed, quoted
+
+SAMPLES = 4096  # numbers of a tensor that a fingerprint takes
 
 
 def require_whole(name: str, model: Any) -> None:
@@ -85,6 +89,21 @@ def require_class(name: str, model: Any) -> None:
     if further := sorted(model.state_dict().keys() - known):
         what = f"its class has no place for {listed(further)}"
         raise UsageError(what, where=name, fix="take such modules off, and put them on the result")
+
+
+def digest(tensors: Mapping[str, Any]) -> str:
+    """A fingerprint of tensors of torch or numpy: names, shapes, dtypes, and numbers evenly between first and last.
+
+    Args:
+        tensors: By name.
+    """
+    found = hashlib.sha256()
+    for name, x in tensors.items():
+        found.update(f"{name} {x.dtype} {tuple(x.shape)}".encode())
+        flat = x.reshape(-1)[:: max(1, math.prod(x.shape) // SAMPLES)]
+        numbers = flat.detach().to("cpu", torch.float64).numpy() if isinstance(x, Tensor) else flat
+        found.update(numbers.tobytes())
+    return found.hexdigest()[:16]
 
 
 def require_language_model(name: str, model: Any) -> None:

@@ -6,8 +6,8 @@ import logging
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, nullcontext
-from dataclasses import fields
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -15,14 +15,14 @@ import torch
 from transformers import TrainerCallback
 
 from ..checkpoints.hf_config import is_encoder_decoder, stored_dtype, text_config, vocabulary_size
-from ..checkpoints.in_memory_model import require_language_model
+from ..checkpoints.in_memory_model import digest, require_language_model
 from ..checkpoints.loading import load_model, load_tokenizer, resolve_device
 from ..config import TrainerOptions, UptrainConfig
 from ..config.keywords import TrainModelKeywords, UptrainKeywords
 from ..config.signature import takes_options
 from ..data import require_blocks
 from ..data.seq2seq import Example, PairEncoder
-from ..distributed import is_rank_zero, lost_processes
+from ..distributed import barrier, is_rank_zero, lost_processes
 from ..errors import TrainingError, UsageError, quoted
 from ..progress import Progress, reporting
 from .adapters import add_adapter, freeze_constants, merge_adapter, train_attention_only, train_text_only
@@ -37,7 +37,7 @@ from .pair_store import PairsInMemory
 from .prepare import PreparedRun, prepare, prepare_in_memory
 from .publish import manifest_with, publish_trained
 from .qlora import add_quantised_adapter, merge_quantised
-from .run_dir import TEACHER, RunDirectory
+from .run_dir import TEACHER, RunDirectory, recipe_keys
 from .sampled_data import check_generated, with_generated
 from .teacher import Teacher, check_teacher, check_tokenizers, load_teacher, model_inputs
 from .teacher_cache import cache_teacher
@@ -45,6 +45,7 @@ from .train import TrainingRun, memory_advice, summarise, train
 from .uptrain_result import UptrainResult
 
 logger = logging.getLogger(__name__)
+EXAMPLES = 256  # of pairs in memory that say whether a run goes on with the same ones
 
 
 def make_config(model: str, out: str, data: Any, options: Mapping[str, Any]) -> UptrainConfig:
@@ -116,7 +117,7 @@ def train_model(
         blocks: Token ids `[N, T + 1]`; with `encoder`, examples of pairs as its `encode` makes them.
         teacher: The original, another model, in the dtype it should run in; it is frozen.
         held_out: Held-out ids `[M, T + 1]`, or examples.
-        folder: Where checkpoints go; None saves none.
+        folder: Where checkpoints go, and where the same call goes on after an interruption; None saves none.
         collate: Makes batches: next-token ones by default, a `SpanCollator` for encoder-decoders on corrupted spans.
         encoder: Of an encoder-decoder on pairs, see `data.seq2seq.open_encoder`; `tokens` are target tokens then.
         callbacks: As `uptrain` takes them.
@@ -126,7 +127,8 @@ def train_model(
         As `uptrain`, without an output.
 
     Raises:
-        UsageError: `blocks` are of another kind, options that do not fit, or a model that cannot be trained.
+        UsageError: `blocks` are of another kind, options that do not fit, a model that cannot be trained, or a
+            `folder` of another run; what differs is named.
         DataError: No pair, or one without a target.
 
     Example:
@@ -142,17 +144,41 @@ def train_model(
     config = make_config("", "", (), options)
     run, corpus = _in_memory(config, model, blocks, held_out, teacher is not None, collate, encoder)
     resolve_device(config.device)
-    with nullcontext(str(folder)) if folder else tempfile.TemporaryDirectory() as place:
-        args = build_arguments(config, run.budget, Path(place), run.default_rate, held_out is not None)
-        if folder is None:
-            args.save_strategy = type(args.save_strategy)("no")
+    training = model.training
+    with ExitStack() as stack:
+        place = Path(folder or stack.enter_context(tempfile.TemporaryDirectory()))
+        args = build_arguments(config, run.budget, place, run.default_rate, held_out is not None)
         helper = None
         if teacher is not None:
             check_teacher(model, teacher, None)
             helper = Teacher(teacher.to(args.device))
-        run_dir = RunDirectory.at(Path(place)) if folder else None
+        run_dir = None
+        if folder is None:
+            args.save_strategy = type(args.save_strategy)("no")
+        else:
+            run = replace(run, keys=_keys_in_memory(config, model, teacher, blocks, encoder is not None))
+            run_dir = stack.enter_context(closing(RunDirectory.at(place)))
+            stack.enter_context(_opened(run_dir, run))
+            barrier()
         trained = train(run, args, model.float(), corpus, helper, run_dir, callbacks)
+    model.train(training)
     return summarise(run, trained, None if teacher is None else "in memory", begin)
+
+
+def _keys_in_memory(
+    config: UptrainConfig, model: Any, teacher: Any, blocks: Any, pairs: bool
+) -> dict[str, Any]:
+    """What identifies a run of `train_model`: its options, and what its models and data are."""
+    taught = None if teacher is None else digest(teacher.state_dict())
+    rows = {"blocks": blocks}
+    if pairs:
+        some = range(0, len(blocks), max(1, len(blocks) // EXAMPLES))
+        rows = {
+            f"{len(blocks)} {i} {side}": getattr(blocks[i], side)
+            for i in some
+            for side in ("encoder", "decoder")
+        }
+    return recipe_keys(config, digest(model.state_dict()), taught, pairs) | {"blocks": digest(rows)}
 
 
 def _in_memory(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
+import re
 import subprocess
 import sys
 import typing
@@ -305,6 +306,18 @@ def test_fit_help_lists_every_key_with_default_and_range() -> None:
     lines = fit_help().splitlines()
     assert [line.split()[0] for line in lines] == list(keys(ReconstructConfig))
     assert "number > 0 and < 1; default: 0.05" in next(line for line in lines if line.startswith("holdout"))
+
+
+@pytest.mark.parametrize(
+    "name", ["plan", "convert", "evaluate", "uptrain", "bench", "verify", "export", "push"]
+)
+def test_help_names_no_option_that_a_command_has_not(name: str) -> None:
+    """A name in backquotes becomes an option in help: `plan` in one became --plan, which there is not."""
+    command = commands.cli.commands[name]
+    flags = {flag for p in command.params for flag in (*p.opts, *p.secondary_opts)}
+    for param in command.params:
+        named = re.findall(r"(?<![\w-])--[a-z][a-z-]*", getattr(param, "help", None) or "")
+        assert set(named) <= flags, (param.name, named)
 
 
 def test_importing_the_declarations_imports_nothing_heavy() -> None:

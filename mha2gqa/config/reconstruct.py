@@ -18,7 +18,7 @@ EFFORTS: Mapping[Effort, Mapping[str, Any]] = {
 }
 EFFORT_HELP = (
     "How hard the fits try: quick makes 300 steps a layer in place of 1,000, thorough trains all parameters of each "
-    "decoder layer in place of its attention projections alone. `plan` prices each."
+    "decoder layer in place of its attention projections alone. mha2gqa plan prices each."
 )
 
 

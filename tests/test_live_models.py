@@ -84,6 +84,18 @@ def test_blocks_may_be_of_any_integer_type(kind: str) -> None:
     )
 
 
+@pytest.mark.parametrize("method", ["mean", "joint"])
+def test_models_in_float64_keep_it(method: str) -> None:
+    model = pico_llama().double()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            for part in (layer.self_attn.k_proj, layer.self_attn.v_proj):
+                part.weight.view(4, 2, 4, -1)[:, 1] = part.weight.view(4, 2, 4, -1)[:, 0]
+    new = convert_model(model, 4, method=method, grouping="neighbours")
+    assert {p.dtype for p in new.parameters()} == {torch.float64}
+    assert float((logits(new) - logits(model)).abs().max()) < 1e-11
+
+
 def test_one_kind_of_attention_may_stand_alone() -> None:
     assert taken(ConvertConfig, {"attention": "self", "wide": "2"}) == {"attention": ("self",), "wide": 2}
     assert torch.equal(

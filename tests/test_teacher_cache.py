@@ -168,6 +168,26 @@ def test_a_damaged_cache_is_named_with_what_to_do(models, cached, tmp_path, text
     assert f"delete {path.parent}: it is computed again" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "more", [1, 2]
+)  # the same steps, and twice as many, which would be added behind the gap
+def test_a_cache_that_was_cut_is_named_and_never_filled_up(models, cached, tmp_path, more):
+    shutil.copytree(cached[1], tmp_path / "cut")
+    (file,) = (tmp_path / "cut").rglob("log_probs.bin")
+    with file.open("r+b") as opened:
+        opened.truncate(file.stat().st_size - 10)
+    options = {
+        **RUN,
+        "tokens": RUN["tokens"] * more,
+        "teacher_top_k": 8,
+        "teacher_cache": str(tmp_path / "cut"),
+    }
+    with pytest.raises(
+        CheckpointError, match=r"log_probs\.bin: damaged \(shorter than \d+ rows\); delete .*cut"
+    ):
+        uptrain(*run(models, tmp_path), **options)
+
+
 def test_a_cache_of_another_teacher_or_text_is_refused(models, cached, tmp_path):
     options = {"teacher_top_k": 8, "teacher_cache": str(cached[1])}
     teacher = tmp_path / "other"

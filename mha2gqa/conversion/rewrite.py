@@ -200,8 +200,9 @@ class ModuleConverter:
 
 
 def rms(x: Tensor) -> float:
-    """Root mean square of `[K, …]`, summed in float32 a head at a time, without a copy."""
-    norms = (float(torch.linalg.vector_norm(head, dtype=torch.float32)) for head in x)
+    """Root mean square of `[K, …]`, summed in float32 or more a head at a time, without a copy."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    norms = (float(torch.linalg.vector_norm(head, dtype=wide)) for head in x)
     return math.sqrt(sum(norm * norm for norm in norms) / x.numel())
 
 

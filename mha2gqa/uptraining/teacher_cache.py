@@ -69,6 +69,7 @@ class TeacherCache:
 
     Raises:
         UsageError: The folder is a cache of something else; what differs is named.
+        CheckpointError: Its files are damaged.
     """
 
     def __init__(self, folder: Path, identity: Identity) -> None:
@@ -97,7 +98,19 @@ class TeacherCache:
                 where=f"teacher_cache {self.folder}",
                 fix="give another folder, or delete this one",
             )
+        for name in self.parts:
+            file = self._file(name)
+            if not file.exists() or file.stat().st_size < found["rows"] * self._bytes(name):
+                raise CheckpointError(f"damaged (shorter than {found['rows']} rows)", where=file, fix=fix)
         return int(found["rows"])
+
+    def _file(self, name: str) -> Path:
+        return self.folder / f"{name}.bin"
+
+    def _bytes(self, name: str) -> int:
+        """Of one row of a file."""
+        kind, shape = self.parts[name]
+        return np.dtype(kind).itemsize * int(np.prod(shape))
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -113,7 +126,7 @@ class TeacherCache:
     @property
     def row_bytes(self) -> int:
         """Bytes on disk of one block."""
-        return sum(np.dtype(kind).itemsize * int(np.prod(shape)) for kind, shape in self.parts.values())
+        return sum(map(self._bytes, self.parts))
 
     def missing(self, blocks: Blocks) -> int:
         """How many rows of `blocks` are still to be computed.
@@ -132,7 +145,7 @@ class TeacherCache:
 
     def _map(self, name: str) -> np.ndarray:
         kind, shape = self.parts[name]
-        return np.memmap(self.folder / f"{name}.bin", kind, "r", shape=(self.rows, *shape))
+        return np.memmap(self._file(name), kind, "r", shape=(self.rows, *shape))
 
     def fill(
         self, blocks: Blocks, teacher: Teacher, collate: Callable[..., Batch], size: int, device: torch.device
@@ -170,11 +183,11 @@ class TeacherCache:
             self.folder,
         )
         files = {}
-        for name, (kind, shape) in self.parts.items():
-            path = self.folder / f"{name}.bin"
+        for name in self.parts:
+            path = self._file(name)
             path.touch()
             files[name] = path.open("r+b")
-            files[name].truncate(self.rows * np.dtype(kind).itemsize * int(np.prod(shape)))
+            files[name].truncate(self.rows * self._bytes(name))
             files[name].seek(0, os.SEEK_END)
         try:
             pending = 0

@@ -146,7 +146,7 @@ def test_encoder_decoders_are_not_timed(tmp_path: Path) -> None:
 
 
 def test_settings_of_fits_that_are_not_made_are_said(tmp_path: Path) -> None:
-    said = "--fit is left alone"
+    said = "--fit and --effort have no effect"
     pico_llama().save_pretrained(tmp_path / "mha")
     for name, fit in (("with", {"steps": 7}), ("without", None)):
         result = convert(tmp_path / "mha", tmp_path / name, 2, fit=fit)

@@ -218,8 +218,8 @@ def test_settings_that_no_stage_reads_are_named(text: str, tmp_path: Path) -> No
     idle = {"fit": replace(FIT, rest_rate=0.3, distill_rate=1e-4)}
     made = mha2gqa.convert(source, tmp_path / "attention", 2, calibration=[text], **OPTIONS | idle)
     assert [w for w in made.warnings if w.startswith("--fit")] == [
-        "--fit rest_rate counts with train=layer alone and is left alone",
-        "--fit distill_rate counts with distill_steps alone and is left alone",
+        "--fit rest_rate has no effect without train=layer",
+        "--fit distill_rate has no effect without distill_steps",
     ]
     made = mha2gqa.convert(source, tmp_path / "layer", 2, calibration=[text], **WORDS)
     assert not [w for w in made.warnings if w.startswith("--fit")]

@@ -267,8 +267,8 @@ def test_what_was_asked_and_is_left_alone_is_told(caplog: pytest.LogCaptureFixtu
     model = LoadedModel("m", pico_llama().bfloat16(), tokenizer)
     options: Any = {"protocol": "blocks", "window": 8, "device": "cpu"}
     told = evaluate(model, TEXTS, dtype="float32", **options).warnings
-    assert "m is in memory and stays torch.bfloat16: --dtype is left alone" in told
-    assert not [w for w in evaluate(model, TEXTS, **options).warnings if "left alone" in w]
+    assert "m is in memory and stays torch.bfloat16: --dtype has no effect" in told
+    assert not [w for w in evaluate(model, TEXTS, **options).warnings if "no effect" in w]
 
 
 def test_a_conversion_that_loses_nothing_is_not_warned_of(

@@ -60,7 +60,7 @@ def test_uptraining_of_an_encoder_decoder_has_no_price_in_blocks_of_text(tmp_pat
     assert "blocks of 2,048 tokens" not in text and "`uptrain` counts target tokens of pairs" in text
     assert not any("--uptrain-tokens" in warning for warning in found.warnings)
     again = plan(tmp_path / "in", groups=2, uptrain_tokens=2000)
-    assert "--uptrain-tokens 2,000 is left alone" in again.warnings[-1]
+    assert "--uptrain-tokens 2,000 has no effect" in again.warnings[-1]
 
 
 def test_the_cache_of_a_sequence_is_told_by_its_parts(tmp_path: Path) -> None:

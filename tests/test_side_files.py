@@ -263,7 +263,7 @@ def test_uptrain_finds_its_teacher(converted: Path, tmp_path: Path, lost: tuple[
         assert str(tmp_path).encode() not in (tmp_path / "up" / name).read_bytes(), name
     (tmp_path / "pico").rename(tmp_path / "moved")
     with pytest.raises(
-        UsageError, match=r'cannot be had: .*pico: is not here; give teacher=PATH .*teacher="none"'
+        UsageError, match=r'cannot be opened: .*pico: is not here; give teacher=PATH .*teacher="none"'
     ):
         uptrain(converted, tmp_path / "up2", str(text), **options)
     assert uptrain(converted, tmp_path / "up", str(text), **options).finished_before

@@ -115,7 +115,7 @@ def test_words_of_distillation_where_the_original_is_not_here(tmp_path: Path) ->
     original, student, text = family(tmp_path)
     original.rename(tmp_path / "elsewhere")
     with pytest.raises(
-        UsageError, match=r"the original that the model was converted from cannot be had: .* is not here"
+        UsageError, match=r"the original that the model was converted from cannot be opened: .* is not here"
     ):
         uptrain(student, tmp_path / "up", text, tokens=64, teacher_top_k=8, **TINY)
 

@@ -21,7 +21,7 @@ SHELLS = ("bash", "zsh", "fish")
 @common
 @click.pass_context
 def recipes(context: click.Context) -> None:
-    """List the recipes that come along; `copy` one to change it, `schema` for editors.
+    """List the recipes of the package; `copy` one to change it, `schema` for editors.
 
     \b
     Examples:

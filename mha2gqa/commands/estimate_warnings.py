@@ -62,7 +62,7 @@ def budget_warnings(training: Mapping[str, Any], tokens: int) -> list[str]:
     if not training["unpriced"] or tokens == PlanConfig.uptrain_tokens:
         return []
     return [
-        f"--uptrain-tokens {tokens:,} is left alone: the speed of uptraining an encoder-decoder is not known"
+        f"--uptrain-tokens {tokens:,} has no effect: the speed of uptraining an encoder-decoder is not known"
     ]
 
 

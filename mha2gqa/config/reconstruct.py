@@ -144,13 +144,13 @@ class ReconstructConfig(Config):
         return self.regress and self.steps > 0 and self.train == "layer"
 
     def unread(self) -> Iterator[str]:
-        """Settings that were given and that no stage reads, each with what would make it count."""
+        """Settings that were given and have no effect, each with what it needs."""
         if self.train == "layer" and not self.trains_layer:
-            yield "train=layer counts with the regression alone"
+            yield "train=layer has no effect without the regression"
         if "rest_rate" in self.given and self.train != "layer":
-            yield "rest_rate counts with train=layer alone"
+            yield "rest_rate has no effect without train=layer"
         if "distill_rate" in self.given and not (self.regress and self.distill_steps):
-            yield "distill_rate counts with distill_steps alone"
+            yield "distill_rate has no effect without distill_steps"
 
     def for_window(self, window: int) -> ReconstructConfig:
         """A copy with a `batch_size`: as it is, or as many blocks of `window` tokens as `batch_tokens` holds."""

@@ -182,7 +182,7 @@ def read_text(path: Path) -> str:
         raise UsageError(
             f"cannot be read ({error.strerror})",
             where=path,
-            fix="give a recipe file; `mha2gqa recipes` lists those that come along",
+            fix="give a recipe file; `mha2gqa recipes` lists those of the package",
         ) from error
     except UnicodeDecodeError as error:
         raise UsageError(f"is not UTF-8 (byte {error.start})", where=path) from error

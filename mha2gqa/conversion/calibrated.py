@@ -70,7 +70,7 @@ def calibrate(
     """
     fit = options.fitting(bool(options.texts))
     options.how(plan)
-    warnings = options.left_alone(plan, fit)
+    warnings = options.without_effect(plan, fit)
     if plan.method not in CALIBRATED:
         options = replace(options, statistics=None)
     if options.texts and all(module.unchanged for module in plan.modules):
@@ -130,7 +130,7 @@ def convert_live(teacher: Any, plan: Plan, inputs: Inputs | None, options: Calib
     if inputs is not None:
         _check_calibrated(plan, type(teacher).__name__)
     fit = options.fitting(inputs is not None)
-    warnings = options.left_alone(plan, fit)
+    warnings = options.without_effect(plan, fit)
     if plan.method not in CALIBRATED:
         options = replace(options, statistics=None)
     state = teacher.state_dict()

@@ -98,8 +98,8 @@ class CalibrationOptions:
             pairs=PairOptions.of(config),
         )
 
-    def left_alone(self, plan: Plan, fit: ReconstructConfig | None) -> list[str]:
-        """Warnings of what was asked and is not read.
+    def without_effect(self, plan: Plan, fit: ReconstructConfig | None) -> list[str]:
+        """Warnings of options that were given and have no effect.
 
         Args:
             plan: The conversion.
@@ -108,12 +108,12 @@ class CalibrationOptions:
         found = []
         if self.fit is not None and fit is None:
             found.append(
-                "no module is fitted, for want of calibration data or as asked: --fit is left alone, and --effort"
+                "no module is fitted (there is no calibration data, or the fits are off): --fit and --effort have no effect"
             )
         if fit is not None:
-            found += [f"--fit {sentence} and is left alone" for sentence in fit.unread()]
+            found += [f"--fit {sentence}" for sentence in fit.unread()]
         if self.statistics and plan.method not in CALIBRATED:
-            found.append(f"method {plan.method} uses no statistics: --statistics is left alone")
+            found.append(f"method {plan.method} uses no statistics: --statistics has no effect")
         return found
 
     def fitting(self, text: bool) -> ReconstructConfig | None:

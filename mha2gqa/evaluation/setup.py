@@ -170,9 +170,9 @@ def _as_they_are(config: EvaluateConfig) -> list[str]:
             continue
         own = next(subject.model.parameters())
         if config.dtype != "auto" and resolve_dtype(config.dtype) != own.dtype:
-            found.append(f"{subject.name} is in memory and stays {own.dtype}: --dtype is left alone")
+            found.append(f"{subject.name} is in memory and stays {own.dtype}: --dtype has no effect")
         if config.device != "auto" and resolve_device(config.device) != own.device:
-            found.append(f"{subject.name} is in memory and stays on {own.device}: --device is left alone")
+            found.append(f"{subject.name} is in memory and stays on {own.device}: --device has no effect")
     return found
 
 

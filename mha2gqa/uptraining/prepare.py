@@ -299,7 +299,7 @@ def find_teacher(
         return _teacher_source(place), None
     except CheckpointError as error:
         return None, UsageError(
-            f"the original that the model was converted from cannot be had: {error}",
+            f"the original that the model was converted from cannot be opened: {error}",
             where="teacher",
             fix="give --teacher PATH to distil from it, or --teacher none for next-token loss alone",
         )

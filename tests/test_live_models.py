@@ -284,6 +284,18 @@ def test_a_conversion_that_loses_nothing_is_not_warned_of(
     assert "1 KV head of head_dim 8 holds the cache" in str(mha2gqa.plan(pico, groups=2, wide=2).warnings)
 
 
+def test_data_in_memory_is_read_where_it_can_be_and_refused_elsewhere(pico: Path, tmp_path: Path) -> None:
+    word_tokenizer(pico)
+    rows = [row.numpy() for row in BLOCKS]
+    words: dict[str, Any] = {"calibration_window": 16, "fit": FEW, "device": "cpu"}
+    made = mha2gqa.convert(pico, tmp_path / "out", 4, calibration=rows, **words)
+    assert made.calibration["texts"] == ["(in memory)"]
+    for data in (TEXTS, iter(TEXTS), rows):
+        given: Any = data
+        message = refused(lambda given=given: mha2gqa.uptrain(pico, tmp_path / "up", given, tokens=512))
+        assert message.startswith("data: must be names of files or data sets") and "train_model" in message
+
+
 # --- training that goes on -------------------------------------------------------------------------------
 
 

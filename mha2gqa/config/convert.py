@@ -176,7 +176,7 @@ class ConvertConfig(PairConfig):
         if not self.attention:
             yield OptionError("attention", "must name a kind of attention", "use self, cross or both")
         texts = self.calibration if isinstance(self.calibration, list | tuple) else ()
-        if len(texts) > 1 and GENERATE in texts:
+        if len(texts) > 1 and any(isinstance(text, str) and text == GENERATE for text in texts):
             yield OptionError(
                 "calibration",
                 "generate cannot be combined with other data",

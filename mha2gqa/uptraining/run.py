@@ -21,6 +21,7 @@ from ..config import TrainerOptions, UptrainConfig
 from ..config.keywords import TrainModelKeywords, UptrainKeywords
 from ..config.signature import takes_options
 from ..data import require_blocks
+from ..data.memory import names_or_items
 from ..data.seq2seq import Example, PairEncoder
 from ..distributed import barrier, is_rank_zero, lost_processes
 from ..errors import TrainingError, UsageError, quoted
@@ -93,6 +94,12 @@ def uptrain(
     Example:
         >>> uptrain("llama-gqa8", "llama-gqa8-up", "c4.jsonl", tokens=20_000_000).losses["held_out_end"]
     """
+    if names_or_items(data)[1] is not None:
+        raise UsageError(
+            "must be names of files or data sets, which an interrupted run reads again, not the data itself",
+            where="data",
+            fix="write it to a JSONL file, or cut it into blocks for train_model",
+        )
     with reporting(progress):
         return run_uptrain(make_config(str(model), str(out), data, options), callbacks)
 

@@ -129,6 +129,24 @@ def with_adapter() -> Any:
     return get_peft_model(pico_llama(), LoraConfig(target_modules=["up_proj"], r=2)).base_model.model
 
 
+def cut() -> Any:
+    model = pico_llama()
+    model.model.layers = model.model.layers[:1]
+    return model
+
+
+def offloaded(folder: Path) -> Any:
+    """A model whose second layer lies on disk, as `device_map="auto"` leaves it."""
+    pico_llama().save_pretrained(folder / "saved")
+    places: dict[str, Any] = dict.fromkeys(
+        ["model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"], "cpu"
+    )
+    places |= {"model.layers.0": "cpu", "model.layers.1": "disk"}
+    return transformers.LlamaForCausalLM.from_pretrained(
+        folder / "saved", device_map=places, offload_folder=folder / "offloaded"
+    )
+
+
 def made_of_more() -> Any:
     class Own(transformers.LlamaForCausalLM):
         def __init__(self, config: Any, extra: int) -> None:
@@ -156,6 +174,7 @@ def quantised() -> Any:
         (with_value_head, "its class has no place for v_head.bias, v_head.weight"),
         (untied, "lm_head.weight is not model.embed_tokens.weight, which its config ties it to"),
         (with_adapter, "adapters of PEFT are in it ('model.layers.0.mlp.up_proj.base_layer.weight')"),
+        (cut, "its config asks for model.layers.1.input_layernorm.weight, "),
         (made_of_more, "a Own is not made of a config alone (extra)"),
         (in_inference_mode, "was made in torch.inference_mode()"),
         (quantised, "quantised checkpoint (bitsandbytes)"),
@@ -233,6 +252,15 @@ def test_models_that_cannot_be_trained_or_scored_are_refused(tmp_path: Path) -> 
     )
     tokenizer = transformers.AutoTokenizer.from_pretrained(word_tokenizer(tmp_path))
     assert "meta device" in refused(lambda: evaluate(LoadedModel("m", on_meta(), tokenizer), TEXTS))
+    part = offloaded(tmp_path)  # accelerate brings the layer for a forward pass, and for nothing else
+    assert "layers.1.self_attn.q_proj.weight is on the meta" in refused(lambda: convert_model(part, 4))
+    assert "layers.1.self_attn.q_proj.weight is on the meta" in refused(
+        lambda: train_model(part, BLOCKS, **budget)
+    )
+    found = evaluate(
+        [LoadedModel(n, m, tokenizer) for n, m in (("a", part), ("b", pico_llama()))], TEXTS
+    ).models
+    assert found[0].loss == pytest.approx(found[1].loss, abs=1e-6)
     swapped: Any = LoadedModel(pico_llama(), tokenizer, None)  # type: ignore[arg-type]
     assert "must be a model of transformers" in refused(lambda: evaluate(swapped, TEXTS))
 

@@ -86,7 +86,11 @@ def require_class(name: str, model: Any) -> None:
         raise UsageError(what, where=name, fix="give the model of transformers inside")
     with torch.device("meta"):
         known = kind(copy.deepcopy(model.config)).state_dict().keys()
-    if further := sorted(model.state_dict().keys() - known):
+    own = model.state_dict().keys()
+    if missing := sorted(known - own):
+        what = f"its config asks for {listed(missing)}, which it does not have"
+        raise UsageError(what, where=name, fix="make its config say what it is (num_hidden_layers, …)")
+    if further := sorted(own - known):
         what = f"its class has no place for {listed(further)}"
         raise UsageError(what, where=name, fix="take such modules off, and put them on the result")
 
@@ -106,20 +110,24 @@ def digest(tensors: Mapping[str, Any]) -> str:
     return found.hexdigest()[:16]
 
 
-def require_language_model(name: str, model: Any) -> None:
+def require_language_model(name: str, model: Any, *, offloaded: bool = False) -> None:
     """Refuse a model in memory that cannot be run for its logits.
 
     Args:
         name: The argument.
         model: What was given for it.
+        offloaded: Whether accelerate may bring layers from elsewhere when they run; the embedding must be here.
 
     Raises:
-        UsageError: It is no model of transformers, it was never loaded, or it gives no logits of tokens.
+        UsageError: It is no model of transformers, its weights are not here, or it gives no logits of tokens.
     """
     require_model(name, model)
-    moved = getattr(model, "hf_device_map", None)  # accelerate brings what lies elsewhere
-    if moved is None and any(p.is_meta for p in model.parameters()):
-        raise UsageError("is on the meta device, where no numbers are", where=name, fix="load its weights")
+    absent = [n for n, p in model.named_parameters() if p.is_meta]
+    first = next(iter(dict(model.named_parameters())), None)
+    moved = offloaded and first not in absent and any(hasattr(m, "_hf_hook") for m in model.modules())
+    if absent and not moved:
+        what = f"{absent[0]} is on the meta device, where no numbers are"
+        raise UsageError(what, where=name, fix="load it whole on one device, without offload")
     if not _gives_logits(model):
         raise UsageError(
             f"a {type(model).__name__} gives no logits of tokens",

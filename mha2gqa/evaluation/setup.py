@@ -118,7 +118,7 @@ def prepare(config: EvaluateConfig) -> ResolvedConfig:
         raise UsageError("no model was named", where="evaluate")
     for subject in config.subjects:
         if isinstance(subject, LoadedModel):
-            require_language_model(f"LoadedModel {quoted(subject.name)}", subject.model)
+            require_language_model(f"LoadedModel {quoted(subject.name)}", subject.model, offloaded=True)
     for name, value in (("batch-size", config.batch_size), ("max-tokens", config.max_tokens)):
         if value is not None and value < 1:
             raise UsageError("must be at least 1", where=f"--{name} {value}")

@@ -15,7 +15,7 @@ from families import stock_model
 from torch import nn
 
 import mha2gqa
-from mha2gqa import LoadedModel, convert_model, evaluate, train_model
+from mha2gqa import AttentionSpec, LoadedModel, convert_model, convert_state_dict, evaluate, train_model
 from mha2gqa.config import ConvertConfig
 from mha2gqa.config.option import taken
 from mha2gqa.conversion.warnings import loss_warnings
@@ -277,6 +277,44 @@ def test_models_that_cannot_be_trained_or_scored_are_refused(tmp_path: Path) -> 
 )
 def test_options_are_read_as_convert_reads_them(options: dict[str, Any], what: str) -> None:
     assert what in refused(lambda: convert_model(pico_llama(), 4, **options))
+
+
+PATHS = [f"model.layers.{n}.self_attn" for n in range(2)]
+PAIRED = [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+@pytest.mark.parametrize(
+    "groupings",
+    [
+        [PAIRED, PAIRED],
+        "search",
+        dict.fromkeys(PATHS),
+        {path: [[0.0, 1.0], *PAIRED[1:]] for path in PATHS},
+        {PATHS[0]: [PAIRED]},
+    ],
+)
+def test_groupings_of_another_kind_are_refused(groupings: Any) -> None:
+    message = refused(lambda: convert_model(pico_llama(), 4, groupings=groupings))
+    assert message.startswith("grouping: holds no lists of head numbers for model.layers.0.self_attn")
+    assert "such as [[0, 1], [2, 3], [4, 5], [6, 7]]" in message
+
+
+def test_state_dicts_that_cannot_be_converted_are_refused() -> None:
+    spec, state = AttentionSpec(), pico_llama().state_dict()
+    name = "model.layers.0.self_attn.q_proj.weight"
+    for given, words, what in (
+        ({n: x.numpy() for n, x in state.items()}, {}, "is no tensor of torch but"),
+        ({"model": state}, {}, "state_dict: model is no tensor of torch but"),
+        (pico_llama(), {}, "must be a mapping of names to tensors"),
+        ({n: x.to("meta") for n, x in state.items()}, {}, "is on the meta device"),
+        (state | {name: state[name].to(torch.int8)}, {}, f"{name} is of torch.int8, quantised"),
+        (state, {"spec": "llama"}, "must be an AttentionSpec, not 'llama'"),
+        (state, {"method": "best"}, "method: must be one of"),
+        (state, {"seed": "x"}, "seed: must be a whole number"),
+        (state, {"groupings": {}}, "grouping: no entry for model.layers.0.self_attn"),
+    ):
+        options: dict[str, Any] = {"spec": spec, "groups": 4, "num_heads": 8} | words
+        assert what in refused(lambda given=given, options=options: convert_state_dict(given, **options))
 
 
 # --- what is told ----------------------------------------------------------------------------------------

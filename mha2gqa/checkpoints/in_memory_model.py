@@ -30,10 +30,32 @@ def require_whole(name: str, model: Any) -> None:
     """
     require_model(name, model)
     state = model.state_dict()
+    require_tensors(name, state)
+    _require_tied(name, model, state)
+    devices = sorted({str(x.device) for x in state.values()})
+    if len(devices) > 1:
+        what = f"its weights lie on {len(devices)} devices ({listed(devices)})"
+        raise UsageError(what, where=name, fix="load it on one; or convert its folder, which needs no more")
+
+
+def require_tensors(name: str, state: Any) -> None:
+    """Refuse a state dict that does not hold plain tensors with their numbers in memory.
+
+    Args:
+        name: The argument it is, or whose it is.
+        state: Name -> tensor.
+
+    Raises:
+        UsageError: One is something else, elsewhere, quantised or sharded.
+    """
+    if not isinstance(state, Mapping):
+        raise UsageError(f"must be a mapping of names to tensors, not {quoted(state)}", where=name)
     for tensor, x in state.items():
         if not isinstance(x, Tensor):
-            what = f"{tensor} is no tensor but {quoted(x)}"
-            raise UsageError(what, where=name, fix="give the model as it was before it was quantised")
+            what = f"{tensor} is no tensor of torch but {quoted(x)}"
+            raise UsageError(
+                what, where=name, fix="give tensors by their full names, of weights that are not packed"
+            )
         if x.is_meta:
             what = f"{tensor} is on the meta device, where no numbers are"
             raise UsageError(
@@ -45,11 +67,6 @@ def require_whole(name: str, model: Any) -> None:
         if x.is_inference():
             what = f"{tensor} was made in torch.inference_mode(), and cannot be trained or shared"
             raise UsageError(what, where=name, fix="load the model outside of it")
-    _require_tied(name, model, state)
-    devices = sorted({str(x.device) for x in state.values()})
-    if len(devices) > 1:
-        what = f"its weights lie on {len(devices)} devices ({listed(devices)})"
-        raise UsageError(what, where=name, fix="load it on one; or convert its folder, which needs no more")
 
 
 def _require_tied(name: str, model: Any, state: Mapping[str, Tensor]) -> None:

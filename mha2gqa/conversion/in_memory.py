@@ -12,11 +12,17 @@ from torch import Tensor
 
 from ..architectures import AttentionSpec, config_changes, find_spec
 from ..architectures.explain import refuse_quantised
+from ..checkpoints.in_memory_model import require_tensors
+from ..config import ConvertConfig
+from ..config.option import taken
+from ..config.signature import names_in_python
+from ..errors import UsageError, quoted
 from ..modeling import exported_class, register
 from .plan import ATTENTION, Groupings, Plan, plan_for_spec
 from .rewrite import ModuleConverter
 
 
+@names_in_python(ConvertConfig)
 def convert_state_dict(
     state_dict: Mapping[str, Tensor],
     spec: AttentionSpec,
@@ -44,6 +50,9 @@ def convert_state_dict(
         A new dict; tensors that do not change are the same objects.
 
     Raises:
+        UsageError, UnsupportedModelError, CheckpointError: Arguments are invalid, or do not belong together.
+
+    Raises:
         UsageError: `groups` does not divide the KV heads, or `groupings` or `method` is invalid.
         CheckpointError, UnsupportedModelError: The tensors are not those that the spec names.
 
@@ -52,11 +61,20 @@ def convert_state_dict(
         ...                      v="v_linear", o="o_linear")
         >>> new = convert_state_dict(model.state_dict(), spec, 2, num_heads=8)  # doctest: +SKIP
     """
+    if not isinstance(spec, AttentionSpec):
+        raise UsageError(f"must be an AttentionSpec, not {quoted(spec)}", where="spec")
+    require_tensors("state_dict", state_dict)
+    given = taken(ConvertConfig, {"method": method, "seed": seed})
     config: dict[str, Any] = {spec.heads_key: num_heads}
     if head_dim is not None:
         config[spec.head_dim_key] = head_dim
     shapes = {name: tuple(x.shape) for name, x in state_dict.items()}
-    plan = plan_for_spec(spec, config, shapes, groups, method, groupings, seed, ATTENTION)
+    plan = plan_for_spec(spec, config, shapes, groups, given["method"], groupings, given["seed"], ATTENTION)
+    for module in plan.modules:
+        for name in module.names.values():
+            if not state_dict[name].is_floating_point():
+                what = f"{name} is of {state_dict[name].dtype}, quantised"
+                raise UsageError(what, where="state_dict", fix="give the weights as they were before that")
     return _converted_state(
         [ModuleConverter(plan, s, shapes, state_dict.__getitem__) for s in plan.modules], state_dict
     )

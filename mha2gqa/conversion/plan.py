@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -385,9 +386,15 @@ def _grouping(
     if groupings is None:
         return heads.neighbours(geometry.num_kv_heads, groups)
     try:
-        grouping = tuple(tuple(int(h) for h in group) for group in groupings[module.path])
+        grouping = tuple(tuple(map(operator.index, group)) for group in groupings[module.path])
     except KeyError:
         raise UsageError(f"no entry for {module.path}", where="--grouping", fix="list every module") from None
+    except TypeError:
+        raise UsageError(
+            f"holds no lists of head numbers for {module.path}",
+            where="--grouping",
+            fix=f"map module paths to lists such as {[list(g) for g in heads.neighbours(geometry.num_kv_heads, groups)]}",
+        ) from None
     size = geometry.num_kv_heads // groups
     whole = sorted(h for group in grouping for h in group) == list(range(geometry.num_kv_heads))
     if not whole or [len(group) for group in grouping] != [size] * groups:

@@ -25,7 +25,7 @@ from test_layout import LAYERS, PACKAGE
 from training import write_text
 
 from mha2gqa.cli.commands import cli
-from mha2gqa.config import recipe_from_dict, recipe_from_overrides
+from mha2gqa.config import load_recipe, recipe_from_dict
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
@@ -130,7 +130,8 @@ def test_blocks_run(page: Path, model: Path, tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
-def test_commands_parse(page: Path) -> None:
+def test_commands_parse(page: Path, tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_text("source: MODEL\n")
     for block in blocks(page, "sh"):
         for words in block.commands():
             own = own_words(words)
@@ -138,7 +139,7 @@ def test_commands_parse(page: Path) -> None:
                 continue
             context = parse(own)
             if context.info_name == "uptrain":
-                recipe_from_overrides([f"uptrain.{text}" for text in context.params["overrides"]])
+                load_recipe(tmp_path / "r.yaml", [f"uptrain.{text}" for text in context.params["overrides"]])
     for block in blocks(page, "yaml"):
         recipe_from_dict(yaml.safe_load(block.body))
 

@@ -18,7 +18,6 @@ from mha2gqa.config import (
     parse_count,
     parse_size,
     recipe_from_dict,
-    recipe_from_overrides,
 )
 from mha2gqa.config.coerce import Bytes, coerce
 from mha2gqa.errors import UsageError
@@ -134,6 +133,7 @@ def test_errors_name_file_line_key_and_nearest_key(
         ("a.b.c.d=1", "is not section.key=value"),
         ("convert.fit.step=1", "convert.fit.step: unknown key; did you mean steps?"),
         ("convert.groups.x=1", "groups: holds no keys"),
+        ("convert={groups: x}", "--set convert={groups: x}: convert.groups: must be a whole number"),
     ],
 )
 def test_override_errors_name_the_override(tmp_path: Path, override: str, message: str) -> None:
@@ -251,10 +251,10 @@ def test_hostile_files_end_in_one_short_error(tmp_path: Path, name: str) -> None
 
 
 @pytest.mark.parametrize("name", [name for name in HOSTILE if "\n" not in HOSTILE[name]])
-def test_hostile_overrides_end_in_one_short_error(name: str) -> None:
+def test_hostile_overrides_end_in_one_short_error(tmp_path: Path, name: str) -> None:
     section, _, value = HOSTILE[name].partition(": ")
     with pytest.raises(UsageError, match="--set") as caught:
-        recipe_from_overrides([f"{section}={value}"])
+        load_recipe(write(tmp_path / "r.yaml"), [f"{section}={value}"])
     assert len(str(caught.value)) <= 400 and "\n" not in str(caught.value)
 
 

@@ -30,7 +30,6 @@ from mha2gqa.evaluation.generation_metrics import METRICS as GENERATED
 from mha2gqa.report import (
     Report,
     display_name,
-    front_matter,
     grids,
     headline,
     html_page,
@@ -262,6 +261,12 @@ def test_a_sweep_is_told_by_its_best_result_at_each_g() -> None:
     lines = page[page.index("Loss by length of context") : page.index("Error of the merge")]
     assert all(word in lines for word in ("G=4 joint", "G=1 joint")) and "mean" not in lines
     assert best_rows(sample().models) == []
+
+
+def front_matter(report: Report) -> dict[str, Any]:
+    """The front matter of its model card."""
+    found: dict[str, Any] = yaml.safe_load(model_card(report).split("---\n")[1])
+    return found
 
 
 def test_infinite_loss_is_shown_and_does_not_crash() -> None:

@@ -9,7 +9,7 @@ from .convert import ConvertConfig
 from .evaluate import EvaluateConfig, GateConfig
 from .option import Config, OptionError, declared
 from .recipe import SECTIONS, Recipe, Section
-from .recipe_reading import load_recipe, recipe_from_dict, recipe_from_overrides
+from .recipe_reading import load_recipe, recipe_from_dict
 from .reconstruct import ReconstructConfig
 from .report import ReportConfig, SweepConfig
 from .training_arguments import TrainerOptions
@@ -41,5 +41,4 @@ __all__ = [
     "parse_count",
     "parse_size",
     "recipe_from_dict",
-    "recipe_from_overrides",
 ]

@@ -82,19 +82,6 @@ def recipe_from_dict(
     return Recipe(**values)
 
 
-def recipe_from_overrides(overrides: Sequence[str]) -> Recipe:
-    """A recipe of `section.key=value` overrides alone.
-
-    Raises:
-        UsageError: As `load_recipe`.
-    """
-    data: dict[str, Any] = {}
-    places: dict[str, str] = {}
-    for override in overrides:
-        _override(data, places, override)
-    return recipe_from_dict(data, "--set", places)
-
-
 def _override(data: dict[str, Any], places: dict[str, str], override: str) -> None:
     key, equals, text = override.partition("=")
     place = f"--set {hidden(override)[:120]}"
@@ -114,6 +101,8 @@ def _override(data: dict[str, Any], places: dict[str, str], override: str) -> No
             raise UsageError("holds no keys", where=f"{place}: {part}")
         holder[part] = holder = dict(inner or {})
     holder[parts[-1]] = value
+    for replaced in [name for name in places if name.startswith(f"{key}.")]:
+        del places[replaced]  # of a section that is given whole
     places[key] = place
 
 
@@ -132,8 +121,10 @@ class _Reader:
         self.where, self.places = where, places
 
     def place(self, key: str) -> str:
-        """Where a dotted key stands: file and line, or what was typed."""
-        return self.places.get(key, self.where)
+        """Where a dotted key, or the section that holds it, stands: file and line, or what was typed."""
+        parts = key.split(".")
+        known = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
+        return next((self.places[name] for name in known if name in self.places), self.where)
 
     def value(self, item: Any, key: str, value: Any) -> Any:
         """One typed value.

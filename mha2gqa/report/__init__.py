@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..errors import UsageError
 from ..results import jsonable
-from .card import front_matter, markdown, model_card
+from .card import markdown, model_card
 from .card_file import how_to_load, source_license, write_card
 from .content import COLUMNS, Report, becomes, model_rows, models_table
 from .grids import sweep_pictures
@@ -26,7 +26,6 @@ __all__ = [
     "becomes",
     "display_name",
     "fixed",
-    "front_matter",
     "headline",
     "how_to_load",
     "html_page",

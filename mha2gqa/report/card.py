@@ -35,12 +35,6 @@ def model_card(report: Report) -> str:
     )
 
 
-def front_matter(report: Report) -> dict[str, Any]:
-    """The front matter of the model card; a key whose value is unknown is left out rather than guessed."""
-    found: dict[str, Any] = _card_data(report).to_dict()
-    return found
-
-
 def _fill(template: str, report: Report, **further: Any) -> str:
     """A Markdown template with everything that a report shows."""
     table = models_table(report.models)

@@ -320,6 +320,38 @@ def test_state_dicts_that_cannot_be_converted_are_refused() -> None:
 # --- what is told ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_statistics_of_other_weights_behind_the_same_attention_are_told(
+    in_memory: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    other, file = pico_llama(), str(tmp_path / "moments")
+    with torch.no_grad():
+        other.model.layers[0].mlp.down_proj.weight.mul_(-3)
+    for name, model in (("first", pico_llama()), ("other", other)):
+        model.save_pretrained(tmp_path / name)
+        word_tokenizer(tmp_path / name)
+    told, count = "measured on other weights with the same attention", 0
+
+    def warned(name: str, **options: Any) -> bool:
+        nonlocal count
+        count += 1
+        if not in_memory:
+            texts: Any = (
+                [row.numpy() for row in BLOCKS] if options.pop("calibration", None) is not None else ()
+            )
+            words: dict[str, Any] = {"calibration_window": 16, "device": "cpu", "statistics": file} | options
+            out = tmp_path / f"out{count}"
+            return told in str(mha2gqa.convert(tmp_path / name, out, 4, calibration=texts, **words).warnings)
+        caplog.clear()
+        convert_model(pico_llama() if name == "first" else other, 4, statistics=file, **options)
+        return told in caplog.text
+
+    with_text: dict[str, Any] = {"calibration": BLOCKS, "fit": FEW}
+    assert not warned("first", **with_text)  # measures
+    assert not warned("first") and not warned("first", **with_text)
+    assert warned("other") and warned("other", **with_text)
+
+
 def test_what_was_asked_and_is_left_alone_is_told(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     convert_model(pico_llama(), 4, effort="quick")
     assert "no module is fitted" in caplog.text

@@ -29,6 +29,12 @@ def checkpoint_fingerprint(folder: Path) -> str:
     return digest.hexdigest()[:16]
 
 
+def weights_fingerprint(folder: Path) -> str:
+    """A fingerprint of the weight files of a checkpoint alone: their sizes, and samples of each."""
+    files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
+    return hashlib.sha256(" ".join(map(file_fingerprint, files)).encode()).hexdigest()[:16]
+
+
 def file_fingerprint(file: Path) -> str:
     """A digest of both ends of a file and of pieces evenly between them; of all of a small one."""
     size, digest = file.stat().st_size, hashlib.sha256()

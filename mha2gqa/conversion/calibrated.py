@@ -17,7 +17,7 @@ from ..architectures.wide import stored_heads
 from ..calibration import (
     load_statistics,
 )
-from ..checkpoints.in_memory_model import require_class, require_language_model, require_whole
+from ..checkpoints.in_memory_model import digest, require_class, require_language_model, require_whole
 from ..checkpoints.loading import resolve_device
 from ..checkpoints.reader import Checkpoint
 from ..checkpoints.streaming import ResidentLayers
@@ -32,7 +32,13 @@ from .calibration_options import CALIBRATED, CalibrationOptions, Stage, grouping
 from .converted import Converted
 from .in_memory import assemble, keep_trainable, plan_model
 from .inputs import Inputs, given_inputs
-from .known_statistics import about_statistics, check_owner, saved_statistics, statistics_warnings
+from .known_statistics import (
+    about_statistics,
+    check_owner,
+    other_weights,
+    saved_statistics,
+    statistics_warnings,
+)
 from .plan import ATTENTION, Groupings, Plan
 from .rewrite import module_converters
 from .search import grouped
@@ -89,6 +95,7 @@ def calibrate(
     if options.statistics:
         statistics = load_statistics(options.statistics)
         check_owner(statistics, plan, checkpoint.read)
+        warnings += other_weights(statistics, options)
     plan, fields = grouped(plan, checkpoint.read, statistics, options)
     device = resolve_device(options.device) if plan.method in CALIBRATED else torch.device("cpu")
     converters = module_converters(
@@ -142,6 +149,7 @@ def convert_live(teacher: Any, plan: Plan, inputs: Inputs | None, options: Calib
     if options.statistics:
         statistics = load_statistics(options.statistics)
         check_owner(statistics, plan, state.__getitem__)
+        warnings += other_weights(statistics, options)
     plan, fields = grouped(plan, state.__getitem__, statistics, options)
     shapes = {name: tuple(x.shape) for name, x in state.items()}
     converters = module_converters(plan, shapes, state.__getitem__, statistics)
@@ -240,6 +248,7 @@ def convert_model(
         fit=with_effort(effort, fit),
         device=str(device),
         seed=given["seed"],
+        weights=f"memory {digest(original.state_dict())}" if given["statistics"] else "",
     )
     inputs = None
     if calibration is not None:

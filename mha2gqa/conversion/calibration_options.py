@@ -44,6 +44,7 @@ class CalibrationOptions:
         grouping: As there, or `given`, which keeps what the plan holds.
         text_column, statistics, refit, reconstruct, fit, device, seed, trust_remote_code: As there.
         pairs: How pairs are read for an encoder-decoder.
+        weights: What all weights are, by their files or in memory: kept with the statistics.
 
     Raises:
         UsageError: `statistics` is a name that no file can have.
@@ -62,6 +63,7 @@ class CalibrationOptions:
     seed: int = ConvertConfig.seed
     trust_remote_code: bool = False
     pairs: PairOptions = field(default_factory=PairOptions)
+    weights: str = ""
 
     def __post_init__(self) -> None:
         """Refuse a file of statistics that cannot have its name."""

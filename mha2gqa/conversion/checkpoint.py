@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Unpack
 
@@ -11,6 +12,7 @@ from .. import distributed
 from ..arch_conversion import as_architecture, written
 from ..architectures import check_read
 from ..architectures.wide import stored_heads
+from ..checkpoints.fingerprints import weights_fingerprint
 from ..checkpoints.loading import resolve_device
 from ..checkpoints.output import check_output, check_space
 from ..checkpoints.reader import Checkpoint, open_checkpoint
@@ -77,6 +79,8 @@ def convert(
         distributed.initialize(resolve_device(config.device).type)
     job, plan = _prepare(config, groupings, bool(texts))
     calibration = CalibrationOptions.of(config, texts, groupings)
+    if config.statistics:
+        calibration = replace(calibration, weights=f"files {weights_fingerprint(job.original.path)}")
     opened = written(job.seen, job.out, config.trust_remote_code) if texts else nullcontext(job.seen)
     lost = distributed.lost_processes("convert", "the last finished layer", CheckpointError)
     with lost, reporting(_listener(progress, stage)), opened as checkpoint:

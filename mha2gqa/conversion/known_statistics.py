@@ -38,6 +38,17 @@ def check_owner(statistics: Statistics, plan: Plan, read: Callable[[str], Tensor
         )
 
 
+def other_weights(statistics: Statistics | None, options: CalibrationOptions) -> list[str]:
+    """A warning of statistics of other weights; attention is the same, or they were refused (`check_owner`)."""
+    before, now = "" if statistics is None else statistics.about.get("weights", ""), options.weights
+    if not before or not now or before == now or before.split()[0] != now.split()[0]:
+        return []
+    return [
+        f"the second moments in {options.statistics} were measured on other weights with the same attention, or on other "
+        "files of the same: unless these are the same, remove the file to measure them again"
+    ]
+
+
 def stored_owner(plan: Plan, read: Callable[[str], Tensor], options: CalibrationOptions) -> str | None:
     """The digest of a checkpoint's attention weights, where its model in memory has them in another layout.
 

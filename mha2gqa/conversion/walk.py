@@ -498,6 +498,7 @@ class Walk:
             return {}
         about = self.measured.about(self.teacher, self.inputs, self.plan.modules)
         about |= {"stored": self.stored} if self.stored else {}
+        about |= {"weights": self.options.weights} if self.options.weights else {}
         if self.options.statistics and distributed.is_rank_zero():
             Statistics(self.measured.moments, about).save(self.options.statistics)
         return {"statistics": about}

@@ -20,6 +20,7 @@ from ..reconstruct.train_state import undisturbed
 from .calibration_options import CalibrationOptions
 from .converted import Converted, fit_config
 from .inputs import Inputs, held_out_loss, split_held_out
+from .known_statistics import other_weights
 from .plan import Plan
 from .search import grouped
 from .storing import result_spec
@@ -68,6 +69,7 @@ def _walked(
     how = options.how(plan)
     if how not in ("neighbours", "search", "given"):
         plan, _ = grouped(plan, _unread, None, options)
+    warnings += other_weights(statistics, options)
     if statistics is not None and statistics.about.get("data_sha256") != data_digest(seen.read):
         warnings.append(
             f"the second moments in {options.statistics} were measured on other text than --calibration, and are used; "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import count, pairwise
 from pathlib import Path
@@ -27,7 +28,7 @@ from mha2gqa.conversion import convert_model
 from mha2gqa.conversion.in_memory import plan_model
 from mha2gqa.errors import UnsupportedModelError
 from mha2gqa.reconstruct import ReconstructConfig, reconstruct, regress
-from mha2gqa.reconstruct.train_state import rest_of_block
+from mha2gqa.reconstruct.train_state import autocast, rest_of_block, undisturbed
 
 LAYER = replace(FIT, train="layer", rest_rate=0.3)
 WORDS: dict[str, Any] = OPTIONS | {"fit": LAYER}
@@ -177,6 +178,30 @@ def test_where_heads_are_equal_nothing_gets_worse() -> None:
     assert max(fit.after for fit in fits) < 1e-8
     with torch.no_grad():
         torch.testing.assert_close(student(rows(8, 3)).logits, teacher(rows(8, 3)).logits, rtol=0, atol=1e-3)
+
+
+def test_products_in_half_precision_see_the_weights_of_their_step() -> None:
+    """Torch keeps the bfloat16 casts of weights until the outermost autocast ends, here that around the whole walk."""
+    weight, x = torch.nn.Parameter(torch.ones(4, 4)), torch.ones(1, 4, dtype=torch.bfloat16)
+    with undisturbed(x.device):
+        with autocast(x):
+            assert torch.equal(x @ weight, torch.full((1, 4), 4.0, dtype=torch.bfloat16))
+        with torch.no_grad():
+            weight.mul_(2)
+        with autocast(x):
+            assert torch.equal(x @ weight, torch.full((1, 4), 8.0, dtype=torch.bfloat16))
+
+
+def test_fits_in_half_precision_do_not_depend_on_what_surrounds_them() -> None:
+    teacher = pico_llama().bfloat16()
+    spec = plan_model(teacher, 2, "mean", None, 0).spec
+    ends = []
+    for around in (nullcontext(), undisturbed(torch.device("cpu"))):
+        student = convert_model(teacher, 2, method="mean")
+        with around:
+            fits = reconstruct(teacher, student, spec, rows(), replace(FIT, steps=40, refit=False))
+        ends.append([fit.after for fit in fits])
+    assert ends[0] == ends[1]
 
 
 def test_what_other_layers_share_is_left_alone() -> None:

@@ -150,8 +150,12 @@ def product_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
 
 
 def autocast(like: Tensor) -> contextlib.AbstractContextManager[object]:
-    """Matrix products in `product_dtype` of a tensor, where that is not its own precision anyway."""
+    """Matrix products in `product_dtype` of a tensor, where that is not its own precision anyway.
+
+    Nothing is cached: torch keeps the casts of the weights until the outermost autocast ends, which may be the caller's
+    and last for all steps, so that every step would see the weights of the first.
+    """
     products = product_dtype(like.device, like.dtype)
-    return (
-        torch.autocast(like.device.type, products) if products == torch.bfloat16 else contextlib.nullcontext()
-    )
+    if products != torch.bfloat16:
+        return contextlib.nullcontext()
+    return torch.autocast(like.device.type, products, cache_enabled=False)

@@ -72,6 +72,35 @@ def test_a_bar_is_computed_from_its_row(
     assert _real.verdict(bar | {"file": "none"})[2] == "not run"
 
 
+@pytest.mark.parametrize(
+    ("again", "limit", "said"),
+    [
+        (0.5, 1, ("≤ 1", "+5.0; loops written again: +0.5", "met another way")),
+        (2.5, 1, ("≤ 1", "+5.0; loops written again: +2.5", "**missed**")),
+        (0.5, 5, ("≤ 5", "+5.0; loops written again: +0.5", "met")),
+    ],
+)  # fmt: skip
+def test_a_bar_that_only_texts_written_again_meet_is_not_called_met(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: float, limit: float, said: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(_real, "RESULTS", tmp_path)
+    made = record(("up", 3, 1, score(1.02, wer=12.0, wer_difference=APART)))
+    made["rows"][0]["scores"]["retried"] = score(1.02, wer=9.0, wer_difference=APART | {"high": again})
+    (tmp_path / "real_m.json").write_text(json.dumps(made))
+    bar = {
+        "name": "b",
+        "file": "real_m",
+        "row": "up",
+        "groups": 3,
+        "data": "synthetic",
+        "another_way": "retried",
+    }
+    bar |= {"measure": "word errors above the original's, points, upper 95 % bound", "at_most": limit}
+    assert _real.verdict(bar) == said
+    told = _real.real_bars({"bars": [bar]})
+    assert ("1 met another way only" in told) is (said[2] == "met another way")
+
+
 def test_every_bar_of_the_page_names_a_measure() -> None:
     found = json.loads((_real.RESULTS / "real_bars.json").read_text())["bars"]
     assert all(bar["measure"] in {*_real.MEASURES, _real.LAYERS} for bar in found)

@@ -335,7 +335,7 @@ def push(**given: Any) -> None:
 @takes(DemoConfig)
 @common
 def demo(**given: Any) -> None:
-    """The whole job on an embedded tiny model, offline, in about a minute.
+    """The whole job on an embedded tiny model, offline, in about two minutes.
 
     \b
     Example:

@@ -68,7 +68,7 @@ class UptrainConfig(PairConfig):
     )
     tokens: int | None = option(
         None,
-        "The budget itself, instead of alpha; on pairs in target tokens.",
+        "The budget itself, instead of `alpha`; on pairs in target tokens.",
         WHAT,
         metavar="TOKENS",
         range=">= 1",

@@ -41,7 +41,7 @@ class UptrainConfig(PairConfig):
     )
     alpha: float | None = option(
         None,
-        "Budget as a fraction of the original pretraining tokens; 0.05 in the paper. One of alpha and tokens is "
+        "Budget as a fraction of the original pretraining tokens; 0.05 in the paper. One of `alpha` and `tokens` is "
         "required.",
         WHAT,
         metavar="FRACTION",

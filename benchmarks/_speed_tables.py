@@ -154,7 +154,7 @@ def calibrate_speed(record: Record) -> str:
     """Calibrated conversion of large models: time and memory of the product's own command."""
     lines = [
         [
-            f"{row['name']}: {row['layers']} layers of {row['shape']} to G={row['groups']}"
+            f"{row['name']}: {row['layers']} layer{'s' * (row['layers'] > 1)} of {row['shape']} to G={row['groups']}"
             + (f", in {row['commands']} commands" if row["commands"] > 1 else ""),
             f"{row['processes']} x {row['gpu']}",
             f"{row['calibration_tokens']:,}",
@@ -181,12 +181,22 @@ def _scaling(rows: Sequence[Record]) -> list[str]:
             continue
         fits = [sum(r["stage_seconds"][s] for s in ("statistics", "fit")) for r in (one[0], row)]
         search = [r["stage_seconds"]["grouping"] for r in (one[0], row)]
+        gain = one[0]["seconds_per_layer"] / row["seconds_per_layer"]
         said.append(
-            f"`{row['name']}` beside `{one[0]['name']}`: a layer {one[0]['seconds_per_layer'] / row['seconds_per_layer']:.2f} "
-            f"times as fast on {row['processes']} GPUs; second moments and fits {fits[0] / fits[1]:.2f} times, "
-            f"the search of groupings {search[0] / search[1]:.2f} times."
+            f"`{row['name']}` beside `{one[0]['name']}`: a layer {gain:.2f} times as fast on {row['processes']} GPUs; second moments and fits {fits[0] / fits[1]:.2f} times, "
+            f"the search of groupings {search[0] / search[1]:.2f} times. {_more_cards(gain, row['processes'])}"
         )
     return said
+
+
+def _more_cards(gain: float, processes: int, cards: int = 8) -> str:
+    """What `cards` would gain by Amdahl's law, from what `processes` gained."""
+    alone = (processes / gain - 1) / (processes - 1)
+    more = 1 / (alone + (1 - alone) / cards)
+    return (
+        f"By Amdahl's law {alone:.0%} of a layer's time is shared by none, and {cards} GPUs would take 1/{more:.1f} of one's "
+        f"minutes: not measured."
+    )
 
 
 def uptrain_large(record: Record) -> str:

@@ -111,7 +111,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "batch_tokens": args.batch_tokens, "tokens": args.tokens, "processes": args.processes,
         "gpu": hardware(args.device).get("gpu"), "seconds": round(seconds, 1),
         "gpu_gib": round(watch.gpu, 2), "gpus_gib": [round(x, 2) for x in watch.gpus],
-        "host_anonymous_gib": round(watch.host, 2), "tokens_per_second_log": rates,
+        "host_anonymous_gib": round(watch.host, 2), "host_shared_gib": round(watch.shared, 2),
+        "tokens_per_second_log": rates,
         "finished": process.returncode == 0, "exit_code": process.returncode,
         "steps_made": steps(log)[0], "steps": steps(log)[1],
     }  # fmt: skip

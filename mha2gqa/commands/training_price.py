@@ -218,7 +218,7 @@ def device_bytes(
 
 
 def host_bytes(sizes: Sizes, train: str, gpus: int, way: Way = PLAIN) -> float:
-    """Anonymous memory of all processes on one host, at the peak.
+    """Memory of all processes on one host at the peak, anonymous and pinned.
 
     Each reads both models whole; under offload they then share out the student's state, which stays.
     """

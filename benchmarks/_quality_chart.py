@@ -40,8 +40,9 @@ Form = tuple[str, int, int, str]  # start, how many times G heads, R, cache
 FORMS: dict[tuple[str, str], Form] = {
     ("plain heads", "--s3"): ("joint", 1, 1, ""),
     ("wide heads, R=2", "--s4"): ("joint", 1, 2, ""),
+    ("R=4", "--s1"): ("joint", 1, 4, ""),
     ("twice the heads, 8-bit cache", "--s5"): ("joint", 2, 1, "int8"),
-    ("mean pooling, distilled", "--s2"): ("mean", 1, 1, ""),
+    ("mean pooling", "--s2"): ("mean", 1, 1, ""),
 }
 
 

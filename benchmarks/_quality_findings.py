@@ -18,7 +18,7 @@ from _quality_frontier import (
     key_of,
     on_the_same_seeds,
 )
-from _quality_summaries import bars_in_short, few_tokens, floors, no_user_data, wider
+from _quality_summaries import against_mean, bars_in_short, few_tokens, floors, no_user_data, wider
 
 # What the fits train, by their names in `_quality_cells.FITS`; the first is the default, the second stands for whole layers.
 TRAINED = {
@@ -97,8 +97,9 @@ def small_steps(record: Mapping[str, Any]) -> str:
     ]
     tried = [text for kind in KINDS if (text := _rates(record["tuning"], kind))]
     return (
-        f"{markdown(head, lines)}\n\n- {max(steps)} steps in place of {min(steps)} end {min(lower):+.4f} to {max(lower):+.4f} lower "
-        f"({len(lower)} pairs, one seed each), with {min(closer):.2f} to {max(closer):.2f} times the KL from the original.\n"
+        f"{markdown(head, lines)}\n\n- {max(steps)} steps in place of {min(steps)} end lower in "
+        f"{sum(by > 0 for by in lower)} of {len(lower)} pairs, by {min(lower):+.4f} to {max(lower):+.4f} (one seed each), with "
+        f"{min(closer):.2f} to {max(closer):.2f} times the KL from the original.\n"
         + "\n".join(f"- Tuning part, {text}." for text in tried)
     )
 
@@ -122,6 +123,7 @@ FINDINGS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "what-fits-train": what_fits_train,
     "small-steps": small_steps,
     "bars-in-short": bars_in_short,
+    "against-mean": against_mean,
     "few-tokens": few_tokens,
     "floors": floors,
     "no-user-data": no_user_data,

@@ -180,9 +180,12 @@ def _wide_or_8_bits(rows: Rows, num_kv_heads: int, wide: Sequence[int]) -> list[
             for r in (r for r in wide if r > 2 and key_of(replace(plain, wide=r)) in rows):
                 narrow, wider = on_the_same_seeds(rows, keys[0], key_of(replace(plain, wide=r)))
                 share = 1 - gap_of(wider) / gap_of(narrow)
+                taken = (
+                    f"take away {share:.0%} of the plain gap" if share < 1 else "are ahead of the original"
+                )
                 sentences.append(
-                    f"{stage}, at the bytes of GQA-{groups}, wide heads R={r} take away {share:.0%} of the plain gap for "
-                    f"{wider[0]['flops'] / flops[0]:.2f} times the FLOPs"
+                    f"{stage}, at the bytes of GQA-{groups}, wide heads R={r} {taken} for "
+                    f"{wider[0]['flops'] / flops[0]:.2f} times the FLOPs of plain ones"
                 )
         sentences += [text for r in wide for text in _as_many_flops(rows, groups, r)]
     return sentences

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import _ledger
 from _markdown import markdown, measured_on
-from _quality_frontier import NOT_RUN, listed
+from _quality_cells import Cell
+from _quality_frontier import NOT_RUN, RESULTS, by_configuration, gap_of, listed, row_name
 
 
 def probes(record: Mapping[str, Any]) -> str:
@@ -31,28 +33,54 @@ def probes(record: Mapping[str, Any]) -> str:
     names = list(dict.fromkeys(name for row in counted for name in row["results"]))
     if not names:
         return f"{text}\n\nOnly the original has answered: no conversion was asked."
-    table = [[name, *(_lost(row["results"].get(name)) for row in counted)] for name in names]
+    gaps = _gaps(record["model"])
+    table = [
+        [name, *_gap(gaps, name), *(_lost(row["results"].get(name)) for row in counted)] for name in names
+    ]
+    head = ["", *(["gap in loss"] if gaps else []), *map(_probe_name, counted)]
     return (
         f"{text}\n\nShare of right answers beside the original's, question by question; bold where it is three standard "
-        "errors or more below.\n\n"
-        + markdown(["", *map(_probe_name, counted)], table)
-        + listed(_losers(counted, names))
+        f"errors or more below.\n\n{markdown(head, table)}" + listed(_losers(counted, names, gaps))
     )
 
 
-def _losers(counted: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[str]:
-    """On how many probes each result is below the original by three standard errors, and that the others are not."""
+def _gaps(model: str) -> dict[str, float]:
+    """Gaps in loss to an original by the names of rows, means over seeds; empty where it has no ledger."""
+    ledger = _ledger.record(RESULTS / "quality_ledger.jsonl")
+    if ledger["model"] != model:
+        return {}
+    return {
+        row_name(Cell.of(found[0])): gap_of(found)
+        for found in by_configuration(ledger["entries"]).values()
+        if found[0].get("fit") == "fits" and not (found[0].get("equal_to") or found[0].get("at_rate"))
+    }
+
+
+def _gap(gaps: Mapping[str, float], name: str) -> list[str]:
+    """A cell with the gap in loss of a result; none without a ledger."""
+    return ([f"{gaps[name]:+.4f}"] if name in gaps else [NOT_RUN]) if gaps else []
+
+
+def _losers(
+    counted: Sequence[Mapping[str, Any]], names: Sequence[str], gaps: Mapping[str, float]
+) -> list[str]:
+    """On how many probes results are below the original by three standard errors, and which of them have a lower loss."""
     low = {name: sum(_is_below(row["results"].get(name)) for row in counted) for name in names}
-    least = {name: count for name, count in low.items() if count}
-    if not least:
+    if not any(low.values()):
         return [
             f"none of the {len(names)} results is below the original by three standard errors on any probe"
         ]
-    said = ", ".join(f"{name} on {count}" for name, count in least.items())
-    return [
-        f"{len(names) - len(least)} of {len(names)} results are below the original by three standard errors on none of "
-        f"{len(counted)} probes; below it are {said}"
+    by_count: dict[int, list[str]] = {}
+    for name in names:
+        by_count.setdefault(low[name], []).append(name)
+    said = [f"{count or 'none'}: {'; '.join(by_count[count])}" for count in sorted(by_count, reverse=True)]
+    sentences = [
+        f"three standard errors below the original, of {len(counted)} probes, on {'. On '.join(said)}"
     ]
+    better = [f"{name}, on {low[name]}" for name in names if low[name] and gaps.get(name, 0) < 0]
+    return sentences + [f"of a lower loss than the original, and below it: {'; '.join(better)}"] * bool(
+        better
+    )
 
 
 def _probe_name(row: Mapping[str, Any]) -> str:

@@ -170,7 +170,7 @@ def test_what_the_fits_train_and_small_steps_are_said_in_figures(tmp_path: Path)
     assert "500,000 unique tokens, a thousand steps visit each 32 times" in text
     text = findings.small_steps(found)
     assert "| GQA-4 | +0.0200 | +0.0100 | not run | not run |" in text
-    assert "- 331 steps in place of 83 end +0.0100 to +0.0100 lower (1 pairs" in text
+    assert "- 331 steps in place of 83 end lower in 1 of 1 pairs, by +0.0100 to +0.0100 (one seed" in text
     assert (
         "- Tuning part, distilled, steps of 8,192 at 0.0005: 0.7000 (the best lies at the edge); the best"
         in text
@@ -310,10 +310,31 @@ def test_probes_are_rendered_with_what_counts() -> None:
     rows = [row | {"counts": True, "results": lost | other}, row | {"counts": False, "results": {}}]
     record = {"model": "m", "choices": 16, "rows": rows, "provenance": {"hardware": {"gpu": "GPU"}}}
     text = probe_tables.probes(record)
-    assert "1 of 2 results are below the original by three standard errors on none of 1 probes" in text
-    assert "below it are GQA-4 on 1." in text
+    assert "- Three standard errors below the original, of 1 probes, on 1: GQA-4. On none: GQA-2." in text
     alone = probe_tables.probes(record | {"rows": rows[1:]})
     assert alone.endswith("Only the original has answered: no conversion was asked.")
     assert "1 of 2 probes count" in text and "chance 6.2%" in text
     assert "| needle, 1,024 tokens | 50.0% ± 3.5% | yes |" in text
     assert "| GQA-4 | **-10.0% ± 2.0%** |" in text and "| GQA-2 | +0.0% ± 2.0% |" in text
+
+
+def test_probes_stand_beside_the_loss_of_their_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = ledger(tmp_path, entry(PLAIN, 2.99), entry(TAUGHT, 3.02))
+    path.rename(tmp_path / "quality_ledger.jsonl")
+    monkeypatch.setattr(probe_tables, "RESULTS", tmp_path)
+    lost = {"share": 0.4, "lost": 0.1, "standard_error": 0.02}
+    row = {
+        "probe": "needle",
+        "length": 64,
+        "texts": 9,
+        "original": 0.5,
+        "standard_error": 0.03,
+        "counts": True,
+    }
+    row["results"] = {frontier.row_name(cell): lost for cell in (PLAIN, TAUGHT)}
+    model = record(tmp_path / "quality_ledger.jsonl")["model"]
+    text = probe_tables.probes(
+        {"model": model, "choices": 16, "rows": [row], "provenance": {"hardware": {"gpu": "GPU"}}}
+    )
+    assert "| GQA-4, fits | -0.0100 | **-10.0% ± 2.0%** |" in text
+    assert "- Of a lower loss than the original, and below it: GQA-4, fits, on 1." in text

@@ -241,8 +241,8 @@ first."""
 CACHES_TAIL = """
 This GQA-4 is a small conversion, merged and refitted on a processor; after all fits, and after distillation, GQA-4 loses a
 small part of that ([quality on unseen text](results/quality.md)). On loss alone the original with a 4-bit cache, at about the
-same bytes, is ahead of every GQA-4 measured so far on this model: where the engine has such a cache, try it first, and
-share heads to go below it."""
+same bytes, is ahead of GQA-4 after all fits, and behind GQA-4 that was uptrained on some ten million tokens: where the engine
+has such a cache, try it first, and share heads to go below it."""
 
 
 def _caches(record: Record, speed: Record | None) -> str:

@@ -37,6 +37,7 @@ from mha2gqa.config import (
 )
 from mha2gqa.conversion.checkpoint import convert
 from mha2gqa.errors import CheckpointError, GateError, Mha2gqaError, UnsupportedModelError, UsageError
+from mha2gqa.report.terminal import render
 from tests.conftest import pico_llama, word_tokenizer
 from tests.families import stock_model
 
@@ -112,6 +113,12 @@ def test_plan_counts_what_convert_writes(model: Path, tmp_path: Path) -> None:
     embedding = written.tensors["model.embed_tokens.weight"].nbytes
     assert found.decode["step_bytes"]["after"] == written.nbytes - embedding + cache * 300
     assert "--groups 2" in found.recommended
+
+
+def test_plan_says_what_loss_does_not_show_where_the_cache_shrinks(model: Path) -> None:
+    said = "fewer KV heads cost recall of what stands earlier in the text more than the loss shows"
+    assert said in render(plan(model, groups=2).to_dict())
+    assert said not in render(plan(model, groups=8).to_dict())
 
 
 def test_plan_needs_only_a_config(model: Path, tmp_path: Path) -> None:

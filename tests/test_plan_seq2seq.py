@@ -58,6 +58,7 @@ def test_uptraining_of_an_encoder_decoder_has_no_price_in_blocks_of_text(tmp_pat
     assert found.memory["sets"]["all"]["bytes"] and not found.memory["sets"]["all"]["prices"]
     text = render(found.to_dict())
     assert "blocks of 2,048 tokens" not in text and "`uptrain` counts target tokens of pairs" in text
+    assert "recall" not in text  # measured on decoders alone
     assert not any("--uptrain-tokens" in warning for warning in found.warnings)
     again = plan(tmp_path / "in", groups=2, uptrain_tokens=2000)
     assert "--uptrain-tokens 2,000 has no effect" in again.warnings[-1]

@@ -42,6 +42,7 @@ def plan_view(data: Data) -> Iterable[Block]:
         f"{significant(data['conversion']['seconds'], 2)} s without text."
     )
     yield from _calibration_lines(data.get("calibration") or {})
+    yield from _recall(data)
     if data["memory"]["sets"]:
         yield BLANK
         yield Line(
@@ -84,6 +85,16 @@ def _calibration_lines(price: Data) -> Iterable[Block]:
         f"caches), {human_bytes(price['host_bytes'])} of host memory or disk, {human_bytes(price['disk_bytes'])} of disk "
         "to go on after an interruption."
     )
+
+
+def _recall(data: Data) -> Iterable[Block]:
+    """What a smaller cache of a decoder costs beyond its loss, as probes of `benchmarks/quality_probes.py` found."""
+    cache = data["kv_bytes_per_token"]
+    if cache["after"] < cache["before"] and not data.get("sequence"):
+        yield Line(
+            "Quality: fewer KV heads cost recall of what stands earlier in the text more than the loss shows. Test what you "
+            "need of it before you ship."
+        )
 
 
 def _wide_heads(data: Data) -> Iterable[Block]:

@@ -151,7 +151,8 @@ def sequence_cache(
 
     Returns:
         `self` and `cross`, the bytes of the decoder's own keys and values and of those of the encoder's states;
-        `context` and `source`, the tokens and states they are for. Empty for a decoder.
+        `context` and `source`, the tokens and states they are for. Empty for a decoder, and where the encoder's
+        states are a prefix of the decoder's own (MusicGen Melody).
 
     Example:
         >>> whisper = {"model_type": "whisper", "decoder_layers": 4, "decoder_attention_heads": 6, "d_model": 384}
@@ -160,9 +161,11 @@ def sequence_cache(
     """
     if not is_encoder_decoder(config):
         return {}
+    each, layers = _bytes(config, dtype_bytes), kv_layers(config)
+    if not any(layer.cross for layer in layers):
+        return {}
     context = context or longest_context(config) or UNLIMITED_CONTEXT
     source = _source_positions(config) or context
-    each, layers = _bytes(config, dtype_bytes), kv_layers(config)
     own, cross = (sum(x.values_per_token for x in layers if x.cross == kind) for kind in (False, True))
     return {
         "self": own * context * each,

@@ -11,6 +11,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+from families import stock_model
 from seq2seq_models import audio_folder, saved, saved_moonshine, saved_nllb, saved_whisper
 from test_docs import ROOT, blocks, cli, encoder_decoder
 from training import write_text
@@ -25,6 +26,11 @@ COMMANDS = {
         evaluate MULTILINGUAL german --data HELDOUT_RECORDINGS --metrics cer --source-lang German --task translate --max-wer-delta 1000 --metrics wer
         uptrain named named-up --data RECORDINGS --tokens 60 --batch-tokens 20 --learning-rate 1e-5 --set ce_weight=0.5
         verify named-up
+        plan MUSICGEN_MELODY
+        convert MUSICGEN_MELODY melody-gqa --groups 2
+        verify melody-gqa --against MUSICGEN_MELODY --full
+        convert MOONSHINE_STREAMING streaming-gqa --groups 2
+        verify streaming-gqa --against MOONSHINE_STREAMING --full
     """,
     "translation": """
         plan NLLB
@@ -50,6 +56,8 @@ def everything(folder: Path, page: str) -> None:
     if page == "speech":
         saved_moonshine(folder / "MOONSHINE")
         saved_whisper(folder / "MULTILINGUAL", multilingual=True)
+        for name in ("musicgen_melody", "moonshine_streaming"):
+            stock_model(name).save_pretrained(folder / name.upper())
         audio_folder(folder / "SOUNDS", ["w1"] * 4)
         (folder / "SOUNDS" / "metadata.csv").unlink()
         rows = [{"sound": f"RECORDINGS/a{i}.wav", "said": f"w{i} w{i + 1} w3 w4"} for i in range(6)]

@@ -398,6 +398,8 @@ def test_the_card_says_how_this_result_is_loaded() -> None:
     usual = model_card(sample())
     assert 'AutoModelForCausalLM.from_pretrained("PATH_OR_NAME", dtype="auto")' in usual
     assert 'AutoTokenizer.from_pretrained("PATH_OR_NAME")' in usual
+    heard = model_card(sample(auto_class="AutoModelForSpeechSeq2Seq"))
+    assert 'AutoProcessor.from_pretrained("PATH_OR_NAME")' in heard and "AutoTokenizer" not in heard
     report = sample(auto_class="AutoModelForSeq2SeqLM", own_code=True)
     assert 'AutoTokenizer.from_pretrained("PATH_OR_NAME", trust_remote_code=True)' in model_card(report)
     assert (

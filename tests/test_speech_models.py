@@ -118,6 +118,13 @@ def test_they_are_converted_in_their_decoder_alone(unread: Path, tmp_path: Path)
     assert verify(tmp_path / "out", against=unread, full=True).ok
     assert made.recommended == f"mha2gqa verify {tmp_path / 'out'} --against {unread} --full"
     assert any("converted without data, and not measured" in warning for warning in made.warnings)
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert (
+        "Nothing of it was scored" in card
+        and "see mha2gqa evaluate" not in card
+        and "uptraining was" not in card
+    )
+    assert 'processor = AutoProcessor.from_pretrained("PATH_OR_NAME", trust_remote_code=True)' in card
     since = "5.17" if unread.name == "moonshine_streaming" else "4.57"
     assert any(f"transformers alone ({since} or later)" in warning for warning in made.warnings)
     small = load_model(tmp_path / "out", device="cpu")
@@ -131,6 +138,7 @@ def test_nothing_is_read_for_them_and_plan_says_so(unread: Path, tmp_path: Path)
     found = plan(unread, groups=2)
     assert any(reason in warning for warning in found.warnings) and "--calibration" not in found.recommended
     assert found.calibration == {} and found.memory["sets"] == {}
+    assert ("self + cross" in render(found.to_dict())) is (unread.name != "musicgen_melody")
     assert "Uptraining" not in render(found.to_dict())
     for refused in (
         lambda: convert(unread, tmp_path / "out", 2, calibration=[str(pairs)]),

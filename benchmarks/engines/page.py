@@ -61,7 +61,7 @@ A number is the largest difference of those logits, relative to their spread.
 """
 
 LIMITS = """
-- **Classes of our own** (`gqa_…`: T5, BART and its relatives, Whisper, Moonshine, MusicGen, OPT, GPT-Neo, BioGPT, BLOOM, MPT, and GPT-2 with more than one KV
+- **Classes of our own** (`gqa_…`: T5, BART and its relatives, Whisper, Moonshine, MusicGen and their variants, OPT, GPT-Neo, BioGPT, BLOOM, MPT, and GPT-2 with more than one KV
   head) run in transformers only, 4.57 or later, with `trust_remote_code=True`. Other engines know a model by its
   class name. vLLM's transformers backend cannot run GPT-2's layers at all, converted or not. GPT-2 and OPT with
   `--groups 1`, and GPT-NeoX, GPT-J and CodeGen with any number, become stock classes instead.

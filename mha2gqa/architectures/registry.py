@@ -49,6 +49,16 @@ def find_spec(config: Mapping[str, Any]) -> AttentionSpec:
     return _apply_rules(SUPPORTED[model_type], config, model_type, where)
 
 
+def unread(config: Mapping[str, Any]) -> str:
+    """Why no data can be read for a model; empty where it can.
+
+    Args:
+        config: The whole raw config.
+    """
+    spec = SUPPORTED.get(str(config.get("model_type")))
+    return "" if spec is None else spec.unread
+
+
 def check_read(config: Mapping[str, Any], where: str) -> None:
     """Refuse a model for which no data can be read, where data is to be read.
 
@@ -59,10 +69,9 @@ def check_read(config: Mapping[str, Any], where: str) -> None:
     Raises:
         UnsupportedModelError: There is none, with the reason.
     """
-    spec = SUPPORTED.get(str(config.get("model_type")))
-    if spec is not None and spec.unread:
+    if reason := unread(config):
         raise UnsupportedModelError(
-            f"{config['model_type']}: {spec.unread}",
+            f"{config['model_type']}: {reason}",
             where=where,
             fix="convert it without calibration, and compare its outputs with the original's",
         )

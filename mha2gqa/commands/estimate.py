@@ -248,11 +248,10 @@ def _decode(now: Mapping[str, Any], then: Mapping[str, Any], served: Served) -> 
 
 
 def _sequence(before: Mapping[str, Any], after: Mapping[str, Any], context: int) -> dict[str, dict[str, int]]:
-    """Self- and cross-attention's share of a sequence's cache; empty for a decoder."""
-    if not is_encoder_decoder(before):
-        return {}
+    """Self- and cross-attention's share of a sequence's cache; empty without cross-attention."""
     configs = (("before", before), ("after", after))
-    return {when: sequence_cache(config, context=context) for when, config in configs}
+    found = {when: sequence_cache(config, context=context) for when, config in configs}
+    return found if all(found.values()) else {}
 
 
 def _conversion(model: Description, after: int) -> dict[str, float]:

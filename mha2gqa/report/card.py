@@ -12,6 +12,7 @@ from .numbers import finite
 from .templating import Markdown, escape_markdown, markdown_table, markdown_templates
 
 TAGS = ("mha2gqa", "gqa", "grouped-query-attention")
+SOUND = ("Speech", "Waveform")  # in the name of an auto class: its models take more than text, or give it
 FIGURES = ("perplexity", "loss", "bits_per_byte")
 
 
@@ -56,11 +57,13 @@ def _fill(template: str, report: Report, **further: Any) -> str:
 def _usage(report: Report) -> str:
     """How the result is loaded."""
     consent = ", trust_remote_code=True" if report.own_code else ""
+    sound = any(word in report.auto_class for word in SOUND)
+    reader, name = ("AutoProcessor", "processor") if sound else ("AutoTokenizer", "tokenizer")
     return (
-        f"from transformers import {report.auto_class}, AutoTokenizer\n\n"
+        f"from transformers import {report.auto_class}, {reader}\n\n"
         f'model = {report.auto_class}.from_pretrained("PATH_OR_NAME", dtype="auto"{consent})\n'
-        # The tokenizer is found through the config, whose class comes with the code.
-        f'tokenizer = AutoTokenizer.from_pretrained("PATH_OR_NAME"{consent})'
+        # It is found through the config, whose class comes with the code.
+        f'{name} = {reader}.from_pretrained("PATH_OR_NAME"{consent})'
     )
 
 

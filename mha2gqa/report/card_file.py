@@ -101,9 +101,10 @@ def report_of(folder: Path) -> Report:
     Args:
         folder: A converted or uptrained checkpoint.
     """
+    from ..architectures.registry import unread
     from ..checkpoints.reader import MANIFEST  # which reads tensors, and so imports torch
 
-    manifest = read_json(folder / MANIFEST)
+    manifest, config = read_json(folder / MANIFEST), read_json(folder / "config.json")
     heads, trained = manifest.get("num_kv_heads") or {}, manifest.get("uptrain") or {}
     source = display_name(str(manifest.get("source") or "an unknown model"))
     found = license_of([folder / BASE_CARD, folder / CARD])
@@ -126,6 +127,7 @@ def report_of(folder: Path) -> Report:
             *(manifest.get("warnings") or ()),
             *(trained.get("warnings") or trained.get("notices") or ()),
         ],
+        unread=bool(unread(config)),
         **how_to_load(folder),
     )
 

@@ -73,6 +73,7 @@ class Report:
         warnings: What the reader should know about the result.
         auto_class: The class of transformers that loads the result.
         own_code: Whether modelling code travels with the result.
+        unread: Whether no data can be read for the result, which is neither scored nor uptrained then.
         recipe: The effective recipe as YAML.
         command: What was typed.
     """
@@ -102,6 +103,7 @@ class Report:
     warnings: Sequence[str] = ()
     auto_class: str = "AutoModelForCausalLM"
     own_code: bool = False
+    unread: bool = False
     recipe: str = ""
     command: str = ""
 

@@ -113,6 +113,8 @@ def best_rows(models: Sequence[Row]) -> list[Row]:
 
 def limits(report: Report) -> list[str]:
     """What the figures do not show. Stated in every report."""
+    if report.unread:
+        return ["Nothing of it was scored: hold what it writes against the original.", _arithmetic(report)]
     out = [
         "Perplexity on held-out text does not measure every ability: long contexts, retrieval, other "
         "languages and chat behaviour need their own tests.",

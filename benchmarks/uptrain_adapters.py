@@ -16,7 +16,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from _common import RESULTS, provenance, write_json
 from torch import Tensor
@@ -24,11 +24,13 @@ from torch import Tensor
 from mha2gqa import convert
 from mha2gqa.checkpoints.hf_config import load_config_json, text_config
 from mha2gqa.checkpoints.loading import load_model, load_tokenizer, resolve_device
+from mha2gqa.config.uptrain import Train
 from mha2gqa.data import read_documents, token_blocks
 from mha2gqa.evaluation import block_loss
 from mha2gqa.uptraining.adapters import add_adapter, train_attention_only
-from mha2gqa.uptraining.budget import TRAINED, UptrainConfig, default_learning_rate
+from mha2gqa.uptraining.budget import UptrainConfig, default_learning_rate
 
+TRAINED = get_args(Train)
 EVAL_BATCH = 32
 
 

@@ -103,11 +103,12 @@ def calibration_price(
     serial = 2 * layer.parameters * itemsize / LOAD_BYTES_PER_SECOND
     search = share * layer.search / SEARCH_RATE
     closed = serial + share * (statistics + refit)
-    weights = (2 * layer.parameters + layer.kept + layer.outside) * itemsize
+    prefetched = layer.parameters if count > 1 else 0
+    weights = (layer.parameters + prefetched + layer.kept + layer.outside) * itemsize
     # Activations of a layer: of its forward, and for its backward.
     batch = fit.batch_tokens * share * itemsize / 2
     forward = weights + batch * (6 * layer.widest + 12 * layer.hidden)
-    following = layer.parameters * itemsize  # the next layer's, whose groupings are searched meanwhile
+    following = prefetched * itemsize  # the next layer's, whose groupings are searched meanwhile
     backward = (
         weights + following + TRAINED_BYTES * layer.trained + batch * (8 * layer.widest + 32 * layer.hidden)
     )

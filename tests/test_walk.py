@@ -408,6 +408,14 @@ def test_rows_lie_on_disk_where_the_processes_of_a_machine_would_fill_its_memory
     assert [row_store.choose_place(n, cpu) for n in (80, 81)] == ["device", "disk"]
     assert [row_store.choose_place(n, cpu, 4) for n in (20, 21)] == ["device", "disk"]
 
+
+def test_page_locked_rows_are_counted_as_torch_rounds_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    power = 1 << 34
+    assert [row_store.pinned_bytes(3 * n) for n in (power, power + 1)] == [3 * power, 6 * power]
+    monkeypatch.setattr(row_store, "free_memory", lambda device: 6 * power)
+    cuda = torch.device("cuda")
+    assert [row_store.choose_place(3 * n, cuda) for n in (power, power + 1)] == ["host", "disk"]
+
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 

@@ -16,6 +16,7 @@ from ..config import ConvertConfig, ReconstructConfig
 from ..conversion.calibration_options import FLOAT32_PARAMETERS
 from ..conversion.plan import ModulePlan, Plan
 from ..merging.grouping import evaluations
+from ..reconstruct.row_store import STREAMS, pinned_bytes
 
 # Sustained by the measured cards (H100 and H200, bf16) in each stage, operations per second.
 FIT_FLOPS = 3.7e14  # forward and backward of a layer
@@ -25,7 +26,6 @@ SEARCH_RATE = 3.7e10  # eigenproblem sizes cubed per second, 16 cores for each G
 # What PyTorch's allocator keeps beside what is in use, and CUDA's context: what nvidia-smi shows.
 CACHED, CONTEXT_BYTES = 2.2, 1.5e9
 TRAINED_BYTES = 16  # float32 weight and gradient, two moments of Adam
-STREAMS = 3  # the original's hidden states, the converted model's, and what a layer returns
 GPUS_SHARE = 0.9  # of a further GPU that is used
 LOAD_BYTES_PER_SECOND = 1.5e9  # of a layer from disk and back
 START_SECONDS = 30  # imports, tokenising
@@ -117,7 +117,7 @@ def calibration_price(
         "gpus": gpus,
         "steps": fit.steps if fit.regress else 0,
         "trained": fit.train,
-        "host_bytes": STREAMS * tokens * layer.hidden * itemsize,
+        "host_bytes": gpus * pinned_bytes(STREAMS * tokens * layer.hidden * itemsize // gpus),
         "disk_bytes": count * layer.trained * itemsize,
         "regression": _stage(count * (closed + max(search, share * regression)), backward, gpu_memory),
         "closed_form": _stage(count * (closed + search), forward, gpu_memory),

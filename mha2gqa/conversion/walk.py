@@ -34,7 +34,7 @@ from ..reconstruct import ReconstructConfig
 from ..reconstruct.driver import Fitter, find_pairs, split_batches
 from ..reconstruct.hidden_states import Stream, block_paths
 from ..reconstruct.ranks import Ranks
-from ..reconstruct.row_store import Memory, choose_place
+from ..reconstruct.row_store import STREAMS, Memory, choose_place
 from ..reconstruct.train_state import frozen, repeatable, rest_of_block
 from .block_weights import BlockWeights, tensor_of
 from .calibration_options import CALIBRATED, CalibrationOptions
@@ -176,7 +176,7 @@ class Walk:
         width = int(self.teacher.config.get_text_config().hidden_size)
         itemsize = next(p for p in self.teacher.parameters()).dtype.itemsize
         device = self.layers.device
-        nbytes = 3 * self.inputs.tokens * width * itemsize // self.ranks.count
+        nbytes = STREAMS * self.inputs.tokens * width * itemsize // self.ranks.count
         where = choose_place(nbytes, device, distributed.local_world_size())
         if where == "disk":
             self.report.warnings.append(

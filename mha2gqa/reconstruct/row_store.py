@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -16,6 +17,9 @@ from ..checkpoints.atomic import writing_to
 from ..checkpoints.loading import free_memory
 
 Place = Literal["device", "host", "disk"]
+STREAMS = (
+    3  # stores of a walk: hidden states of the original and the converted model, and what a layer returns
+)
 DEVICE_BYTES = 2 << 30  # a set of stores no larger than this stays on the GPU
 HOST_SHARE = 0.8  # of the free host memory that a set of stores may take
 
@@ -36,19 +40,30 @@ class Memory:
 
 
 def choose_place(nbytes: int, device: torch.device, sharing: int = 1) -> Place:
-    """Where stores of `nbytes` in all fit: beside the computation, in host memory, or only on disk.
+    """Where the stores of a walk fit: beside the computation, in host memory, or only on disk.
 
     Args:
-        nbytes: Bytes of every store together.
+        nbytes: Bytes of all `STREAMS` of them together.
         device: Where rows are computed with.
         sharing: Processes that want as much of the same host memory.
     """
     if device.type != "cpu" and nbytes <= DEVICE_BYTES:
         return "device"
     free = free_memory(torch.device("cpu"))
-    if free is not None and nbytes * sharing > HOST_SHARE * free:
+    needed = pinned_bytes(nbytes) if device.type == "cuda" else nbytes
+    if free is not None and needed * sharing > HOST_SHARE * free:
         return "disk"
     return "device" if device.type == "cpu" else "host"
+
+
+def pinned_bytes(nbytes: int) -> int:
+    """Page-locked memory that the stores of a walk take: torch rounds each up to a power of two.
+
+    Args:
+        nbytes: Bytes of all `STREAMS` of them together.
+    """
+    each = math.ceil(nbytes / STREAMS)
+    return STREAMS << (each - 1).bit_length()
 
 
 class RowStore:

@@ -50,10 +50,7 @@ def convert_state_dict(
         A new dict; tensors that do not change are the same objects.
 
     Raises:
-        UsageError, UnsupportedModelError, CheckpointError: Arguments are invalid, or do not belong together.
-
-    Raises:
-        UsageError: `groups` does not divide the KV heads, or `groupings` or `method` is invalid.
+        UsageError: An argument is invalid, `groups` does not divide the KV heads, or weights are quantised.
         CheckpointError, UnsupportedModelError: The tensors are not those that the spec names.
 
     Example:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -212,3 +213,16 @@ def test_each_process_searches_on_its_part_of_the_cores(
     monkeypatch.setattr(workers.os, "cpu_count", lambda: 8)
     assert workers._threads(own, Several(0, 1 + len(others))) == threads
     assert workers._threads(own, Ranks()) == own
+
+
+@pytest.mark.parametrize("opened", [workers.workers, workers.own_workers])
+def test_a_search_leaves_torch_as_many_threads_as_there_were(opened: Any) -> None:
+    own = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with opened(Ranks()) as team:
+            assert team.each(lambda _: torch.get_num_threads(), range(2)) == [1, 1]
+        with ThreadPoolExecutor(1) as later:
+            assert later.submit(torch.get_num_threads).result() == torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(own)

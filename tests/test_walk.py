@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from mha2gqa.checkpoints.fingerprints import weights_fingerprint
 from mha2gqa.checkpoints.loading import load_model, load_tokenizer
 from mha2gqa.checkpoints.reader import open_checkpoint
 from mha2gqa.checkpoints.streaming import CheckpointLayers
-from mha2gqa.conversion import CalibrationOptions, walk, work_dir
+from mha2gqa.conversion import CalibrationOptions, search, walk, work_dir
 from mha2gqa.conversion.inputs import Inputs, calibration_inputs
 from mha2gqa.conversion.work_dir import WorkDir
 from mha2gqa.errors import CheckpointError, DataError, UsageError
@@ -220,6 +221,32 @@ def test_searching_while_the_block_before_is_fitted_changes_no_byte(
     assert same(tmp_path / "beside", tmp_path / "after") and beside.layers == after.layers
 
 
+def test_a_walk_that_ends_early_gives_up_the_search_beside_it(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = save(llama(), tmp_path / "source")
+    begun: list[Any] = []
+    begin = walk.SearchBeside.__init__
+
+    def searching(method: str, members: Any, seed: int, team: Any) -> None:
+        team.each(time.sleep, [0.1] * 100)
+
+    def noting(self: Any, *args: Any) -> None:
+        monkeypatch.setattr(search, "_search", searching)
+        begin(self, *args)
+        begun.append(self)
+
+    def interrupted(self: Fitter, pairs: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(walk.SearchBeside, "__init__", noting)
+    monkeypatch.setattr(Fitter, "visit", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        mha2gqa.convert(source, tmp_path / "out", 2, calibration=[text], **OPTIONS)
+    (given_up,) = begun[0]._begun
+    assert given_up.done() and given_up.exception(0) is not None
+
+
 @pytest.mark.parametrize("layer", [1, *(pytest.param(at, marks=pytest.mark.slow) for at in (0, LAYERS - 1))])
 def test_a_killed_walk_goes_on_after_its_last_layer_with_the_same_bytes(
     layer: int, text: str, tmp_path: Path
@@ -400,6 +427,14 @@ def test_streams_elsewhere_give_the_same_bytes(
     assert len(said) == (place == "disk")
 
 
+def test_page_locked_rows_are_counted_as_torch_rounds_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    power = 1 << 34
+    assert [row_store.pinned_bytes(3 * n) for n in (power, power + 1)] == [3 * power, 6 * power]
+    monkeypatch.setattr(row_store, "free_memory", lambda device: 6 * power)
+    cuda = torch.device("cuda")
+    assert [row_store.choose_place(3 * n, cuda) for n in (power, power + 1)] == ["host", "disk"]
+
+
 def test_rows_lie_on_disk_where_the_processes_of_a_machine_would_fill_its_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -407,14 +442,6 @@ def test_rows_lie_on_disk_where_the_processes_of_a_machine_would_fill_its_memory
     cpu = torch.device("cpu")
     assert [row_store.choose_place(n, cpu) for n in (80, 81)] == ["device", "disk"]
     assert [row_store.choose_place(n, cpu, 4) for n in (20, 21)] == ["device", "disk"]
-
-
-def test_page_locked_rows_are_counted_as_torch_rounds_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    power = 1 << 34
-    assert [row_store.pinned_bytes(3 * n) for n in (power, power + 1)] == [3 * power, 6 * power]
-    monkeypatch.setattr(row_store, "free_memory", lambda device: 6 * power)
-    cuda = torch.device("cuda")
-    assert [row_store.choose_place(3 * n, cuda) for n in (power, power + 1)] == ["host", "disk"]
 
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")

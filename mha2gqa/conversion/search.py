@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -22,7 +21,7 @@ from ..reconstruct.ranks import Ranks
 from .calibration_options import CalibrationOptions
 from .plan import Groupings, ModulePlan, Plan
 from .rewrite import check_finite, merge_context
-from .workers import Workers, own_workers, workers
+from .workers import Workers, one_core_threads, own_workers, workers
 
 ReportFields = dict[str, dict[str, Any]]  # module path -> further fields of its report
 Read = Callable[[str], Tensor]
@@ -90,7 +89,7 @@ class SearchBeside:
         problems = _problems(plan, [m for m in modules if _free(plan, m)])
         stated = [[(member, objective(member).costs_only()) for member in members] for members in problems]
         self.ranks, self._open = ranks, ExitStack()
-        driver = self._open.enter_context(ThreadPoolExecutor(1))
+        driver = self._open.enter_context(one_core_threads(1))
         team = self._open.enter_context(own_workers(ranks))
         self._begun = [driver.submit(_search, plan.method, each, options.seed, team) for each in stated]
 
@@ -100,6 +99,10 @@ class SearchBeside:
             answers = self.ranks.agree([search.result() for search in self._begun])
         groupings, fields = _told(answers)
         return plan.regrouped(_all_with(plan, groupings)), fields
+
+    def stop(self) -> None:
+        """Give the search up, once the costs that are being computed are there."""
+        self._open.close()
 
 
 def _searched(

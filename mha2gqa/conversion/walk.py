@@ -129,12 +129,15 @@ class Walk:
                 "layers",
                 min(self.done, len(self.blocks)),
             )
-            for number, block in enumerate(self.blocks):
-                try:
+            try:
+                for number, block in enumerate(self.blocks):
                     self._visit(number, block)
-                except torch.OutOfMemoryError as error:
-                    raise self._too_large(block) from error
-                shown.advance(max(number + 1, self.done), self.report.note())
+                    shown.advance(max(number + 1, self.done), self.report.note())
+            except torch.OutOfMemoryError as error:
+                raise self._too_large(block) from error
+            finally:  # what is still begun where the walk ends early
+                for search in self.begun.values():
+                    search.stop()
             if self.work is not None:
                 self.work.wait()
             with self.clock("losses"):

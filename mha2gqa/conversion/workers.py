@@ -48,12 +48,9 @@ def workers(ranks: Ranks) -> Iterator[Workers]:
     """The threads of these processes while open; every process has to open it."""
     own = torch.get_num_threads()
     threads = _threads(own, ranks)
-    torch.set_num_threads(threads)
-    try:
-        with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            yield Workers(pool, sum(ranks.gather(threads)), ranks)
-    finally:
-        torch.set_num_threads(own)
+    with one_core_threads(threads) as pool:
+        torch.set_num_threads(threads)
+        yield Workers(pool, sum(ranks.gather(threads)), ranks)
 
 
 @contextmanager
@@ -64,8 +61,26 @@ def own_workers(ranks: Ranks) -> Iterator[Workers]:
     search, and none to wait for a core or for the interpreter.
     """
     threads = max(1, _threads(torch.get_num_threads(), ranks) // 2)
-    with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+    with one_core_threads(threads) as pool:
         yield Workers(pool, threads, Ranks())
+
+
+@contextmanager
+def one_core_threads(count: int) -> Iterator[ThreadPoolExecutor]:
+    """Threads in each of which torch takes one core; at the end, calls that have not begun are dropped.
+
+    A number of cores that one thread sets holds for it and for all threads made later: at the end it is as it was.
+
+    Args:
+        count: How many threads.
+    """
+    own = torch.get_num_threads()
+    pool = ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,))
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
+        torch.set_num_threads(own)
 
 
 def _threads(own: int, ranks: Ranks) -> int:

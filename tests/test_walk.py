@@ -23,7 +23,7 @@ from walk_worker import FIT, OPTIONS, stop_after
 
 import mha2gqa
 from mha2gqa import progress
-from mha2gqa.calibration import load_statistics
+from mha2gqa.calibration import SecondMoments, load_statistics
 from mha2gqa.checkpoints.fingerprints import weights_fingerprint
 from mha2gqa.checkpoints.loading import load_model, load_tokenizer
 from mha2gqa.checkpoints.reader import open_checkpoint
@@ -498,6 +498,28 @@ def test_saved_statistics_are_those_of_one_pass_over_the_whole_model(text: str, 
             torch.testing.assert_close(
                 getattr(walked.modules[key], name), getattr(moments, name), rtol=1e-5, atol=1e-6
             )
+
+
+def test_moments_that_are_saved_leave_the_device_with_their_layer(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = save(llama(), tmp_path / "source")
+    left: list[int] = []  # seen by each fit
+    moved, cpu, visit = [], SecondMoments.cpu, Fitter.visit
+
+    def moving(self: SecondMoments) -> SecondMoments:
+        moved.append(self)
+        return cpu(self)
+
+    def counting(self: Fitter, pairs: Any) -> Any:
+        left.append(len(moved))
+        return visit(self, pairs)
+
+    monkeypatch.setattr(SecondMoments, "cpu", moving)
+    monkeypatch.setattr(Fitter, "visit", counting)
+    kept = str(tmp_path / "moments")
+    mha2gqa.convert(source, tmp_path / "out", 2, calibration=[text], statistics=kept, **OPTIONS)
+    assert left == list(range(1, LAYERS + 1))
 
 
 def walk_split(rows: torch.Tensor) -> tuple[Inputs, Inputs | None]:

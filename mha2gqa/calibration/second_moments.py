@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,11 @@ class SecondMoments:
             return None
         q, k, v = (beyond / max(1, count) for beyond, count in self.clipped.tolist())
         return q, k, v
+
+    def cpu(self) -> SecondMoments:
+        """These moments in host memory."""
+        mixed, queries = (None if x is None else x.cpu() for x in (self.mixed, self.queries))
+        return replace(self, inputs=self.inputs.cpu(), mixed=mixed, queries=queries)
 
     def tensors(self, key: str) -> dict[str, Tensor]:
         """These moments as named tensors of a file (symmetric matrices as triangles).

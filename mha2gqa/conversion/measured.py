@@ -39,9 +39,12 @@ class Measured:
                 self.rows[name] = self.read(name)[:2].detach().cpu()
 
     def merged(self, module: ModulePlan) -> None:
-        """Let go of the moments of a module, unless they are to be saved."""
+        """Let go of the moments of a module; those that are to be saved leave the device, which holds one layer's."""
+        key = module_key(module.module)
         if not self.keep:
-            self.moments.pop(module_key(module.module), None)
+            self.moments.pop(key, None)
+        elif key in self.moments:
+            self.moments[key] = self.moments[key].cpu()
 
     def statistics(self) -> Statistics | None:
         """What is known now; None where nothing was measured."""

@@ -267,6 +267,24 @@ def test_a_killed_walk_goes_on_after_its_last_layer_with_the_same_bytes(
     assert not (tmp_path / "out.convert").exists()
 
 
+def test_the_loss_of_the_merged_model_is_left_out_where_its_hidden_states_are_lost(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a damaged file of the last finished layer was deleted, as its error says."""
+    source = save(llama(), tmp_path / "source")
+    whole = mha2gqa.convert(source, tmp_path / "whole", 2, calibration=[text], **OPTIONS)
+    with monkeypatch.context() as patch:
+        stop_after(patch, 2)
+        with pytest.raises(KeyboardInterrupt):
+            mha2gqa.convert(source, tmp_path / "out", 2, calibration=[text], **OPTIONS)
+    (tmp_path / "out.convert" / "block-0002.safetensors").unlink()
+    resumed = mha2gqa.convert(source, tmp_path / "out", 2, calibration=[text], **OPTIONS)
+    assert same(tmp_path / "whole", tmp_path / "out")
+    known = {name: loss for name, loss in whole.calibration["losses"].items() if name != "merged"}
+    assert resumed.calibration["losses"] == known
+    assert any("its loss is left out" in warning for warning in resumed.warnings)
+
+
 def test_another_command_is_refused_by_what_changed_and_nothing_is_lost(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -55,15 +55,16 @@ class Validation:
                 self.streams[name].advance()
 
     @property
-    def merged(self) -> Tensor:
-        """Hidden states `[N, T, D]` of the merged, unfitted model, whose weights nobody keeps."""
-        return next(iter(self.streams["merged"].rows.values())).data
+    def merged(self) -> Tensor | None:
+        """Hidden states `[N, T, D]` of the merged, unfitted model, whose weights nobody keeps; None where they are lost."""
+        return next(iter(self.streams["merged"].rows.values())).data if "merged" in self.streams else None
 
-    def restore(self, merged: Tensor | None) -> None:
+    def restore(self, merged: Tensor | None, last: bool) -> None:
         """Move all past a block that an earlier run finished, which has its final weights.
 
         Args:
             merged: What `merged` was after it, where that was kept.
+            last: Whether the next block is made anew: it needs `merged`, without which that model is left out.
         """
         self.advance("original", "fitted")
         own, fitted = self.streams["merged"], self.streams.get("fitted")
@@ -71,6 +72,8 @@ class Validation:
             own.advance()
         elif merged is not None:
             own.jump(merged.to(self.device), fitted)
+        elif last:
+            del self.streams["merged"]
         else:
             own.skip(fitted)
 

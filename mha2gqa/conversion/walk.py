@@ -220,7 +220,7 @@ class Walk:
             if number + 1 < len(self.blocks):
                 self.layers.prefetch(self.blocks[number + 1])
         if self.work is not None and number < self.done:
-            self._restore(block, self.work.get(number))
+            self._restore(block, self.work.get(number), last=number + 1 == self.done)
         else:
             changed = self._make(block)
             with self.clock("saving"):
@@ -404,8 +404,14 @@ class Walk:
         merged = None if self.kept is None else self.kept.merged
         return FinishedBlock(tensors, modules, merged, moments, {"seen": seen, "seconds": self.clock.seconds})
 
-    def _restore(self, block: str, done: FinishedBlock) -> None:
-        """Take a block that an earlier run finished, and move the streams of the validation rows past it."""
+    def _restore(self, block: str, done: FinishedBlock, last: bool) -> None:
+        """Take a block that an earlier run finished, and move the streams of the validation rows past it.
+
+        Args:
+            block: Its path.
+            done: What is kept of it.
+            last: Whether it is the last one that is finished.
+        """
         device = self.layers.device
         self.plan = self.plan.regrouped(
             {m.path: m.grouping for m in self.plan.modules}
@@ -419,7 +425,11 @@ class Walk:
         if self.fitter is not None:
             self.fitter.enter()
         if self.kept is not None:
-            self.kept.restore(done.merged)
+            self.kept.restore(done.merged, last)
+            if self.kept.merged is None:
+                self.report.warnings.append(
+                    "hidden states of the merged model after the last finished layer are lost: its loss is left out"
+                )
 
     # --- helpers -----------------------------------------------------------------------------------------
 

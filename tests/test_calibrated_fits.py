@@ -16,6 +16,7 @@ from mha2gqa.assets import heldout_path, tiny_model_path
 from mha2gqa.checkpoints.loading import load_model, load_tokenizer
 from mha2gqa.conversion import CalibrationOptions, calibration_inputs, convert_model
 from mha2gqa.conversion.checkpoint import convert
+from mha2gqa.data.pairs import PairOptions
 from mha2gqa.errors import CheckpointError, DataError, UsageError
 from mha2gqa.evaluation import block_loss
 from mha2gqa.reconstruct import ReconstructConfig
@@ -67,6 +68,15 @@ def rows(source: Path, text: str) -> torch.Tensor:
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
+
+
+def test_options_of_pairs_have_no_effect_on_text(source: Path, text: str) -> None:
+    config = json.loads((source / "config.json").read_text())
+    asked = CalibrationOptions(texts=(text,), window=16, pairs=PairOptions(targets="generate"))
+    said = "no pairs are read: --targets has no effect"
+    assert said in calibration_inputs(load_tokenizer(source), config, asked).warnings
+    result = convert(source, source.with_name("out"), 2, source_lang="de")
+    assert "no pairs are read: --source-lang has no effect" in result.warnings
 
 
 def test_text_gives_joint_search_refit_and_regression(source: Path, text: str, tmp_path: Path) -> None:

@@ -209,6 +209,7 @@ def test_the_original_writes_what_it_is_calibrated_on(root: Path) -> None:
     )
     inputs = calibration_inputs(load_tokenizer(folder), load_config_json(folder), options, folder)
     assert isinstance(inputs.rows, dict)
+    assert inputs.targets["generated"] == {"beams": 1, "retry_temperatures": []}
     labels = inputs.rows["labels"]
     logits = load(folder)(**inputs.read).logits  # type: ignore[arg-type]
     real = labels != -100

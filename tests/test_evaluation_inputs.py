@@ -99,6 +99,12 @@ def test_models_in_memory_beside_paths(folder: Path, plain: PreTrainedTokenizerB
         evaluate([folder, 3], TEXTS, device="cpu")  # type: ignore[list-item]
 
 
+def test_options_of_pairs_have_no_effect_on_text(folder: Path) -> None:
+    found = evaluate(folder, TEXTS, device="cpu", beams=2, retry_temperatures=(0.2,))
+    assert found.warnings[0] == "no pairs are read: --beams and --retry-temperatures have no effect"
+    assert not any("written again" in warning for warning in found.warnings)
+
+
 def test_a_text_for_a_path_is_no_system_error(folder: Path) -> None:
     for data in (["text"], "text", "once upon a time there was a very long text " * 40, 3, [""]):
         with pytest.raises(DataError):

@@ -14,11 +14,10 @@ from conftest import pico_llama, word_tokenizer
 from mha2gqa import convert, uptrain
 from mha2gqa.assets import tiny_model_path
 from mha2gqa.calibration import sampling
-from mha2gqa.calibration.sampling import generate_text
+from mha2gqa.calibration.sampling import generate_text, seeded
 from mha2gqa.checkpoints.loading import load_config_json
 from mha2gqa.commands.dry_run import rehearse
 from mha2gqa.config import recipe_from_dict
-from mha2gqa.data.generation import seeded
 from mha2gqa.errors import CheckpointError, UsageError
 from mha2gqa.uptraining import run, sampled_data
 

@@ -18,7 +18,7 @@ from seq2seq_models import RATE, audio_folder, saved, saved_whisper, tone
 from transformers import AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
 
 from mha2gqa.data.audio import Audio, to_audio
-from mha2gqa.data.generation import decode, generate_ids, repeats, with_targets
+from mha2gqa.data.generation import _Sampled, decode, generate_ids, repeats, with_targets
 from mha2gqa.data.pairs import Pair, PairOptions, PairSource, recordings
 from mha2gqa.data.seq2seq import PairEncoder, open_encoder, pad_encoder
 from mha2gqa.errors import DataError, UsageError
@@ -381,14 +381,46 @@ def test_only_texts_that_repeat_themselves_are_written_again(
     assert written(1.0) == greedy
 
 
+@pytest.mark.parametrize("kind", ["marian", "whisper"])
+@torch.no_grad()
+def test_what_is_sampled_depends_on_no_other_text_of_the_batch(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    encoder, examples = examples_of(models[kind], tmp_path)
+    model = load(models[kind])
+    encoder.options = replace(encoder.options, beams=2, retry_temperatures=(0.5, 1.5))
+    monkeypatch.setattr("mha2gqa.data.generation.repeats", lambda text: True)
+    together = list(generate_ids(model, encoder, examples, max_new_tokens=8))
+    alone = list(generate_ids(model, encoder, examples[::-1], max_new_tokens=8, batch_size=1))
+    assert len(together) > 1 and together == alone[::-1]
+
+
+@torch.no_grad()
+def test_samples_have_the_distribution_of_the_temperature() -> None:
+    logits = torch.tensor([[1.0, 0.0, -1.0, -torch.inf]] * 2)
+    sampled = _Sampled(temperature=0.7, seed=0)
+    drawn = torch.stack([sampled(torch.empty(2, 0), logits).argmax(-1) for _ in range(4000)])
+    assert torch.equal(drawn[:, 0], drawn[:, 1])
+    shares = torch.bincount(drawn[:, 0], minlength=4) / len(drawn)
+    assert torch.allclose(shares, (logits[0] / 0.7).softmax(-1), atol=0.03)
+
+
 def test_temperatures_without_generated_text_are_refused() -> None:
     options = PairOptions(retry_temperatures=(0.2,))
     with pytest.raises(UsageError, match="nothing is generated here; add --targets generate"):
         options.check_used()
+    with pytest.raises(UsageError, match=r"^--beams: nothing is generated here"):
+        PairOptions(beams=2).check_used()
     options.check_used(generates=True)
     replace(options, targets="generate").check_used()
     with pytest.raises(UsageError, match=r"--retry-temperatures 0.0: must be > 0"):
         PairOptions(retry_temperatures=(0.0,))
+
+
+def test_options_of_pairs_are_told_where_none_are_read() -> None:
+    assert PairOptions().without_effect() == []
+    (said,) = PairOptions(source_language="de", retry_temperatures=(0.2,)).without_effect()
+    assert said == "no pairs are read: --retry-temperatures and --source-lang have no effect"
 
 
 def test_a_model_writes_the_targets(models: dict[str, Path], tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -22,7 +23,6 @@ from ..checkpoints.loading import (
     weight_bytes,
 )
 from ..data.encoding import bos_id
-from ..data.generation import seeded
 from ..errors import CheckpointError, UsageError
 from ..kv_cache import known_config, kv_bytes, max_batch
 from ..progress import current
@@ -98,6 +98,14 @@ def generate_text(
     }
     _keep(out, data, record)
     return record
+
+
+@contextlib.contextmanager
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Random numbers of `seed` inside, the caller's afterwards."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield
 
 
 def _keep(out: Path, data: bytes, record: Mapping[str, Any]) -> None:

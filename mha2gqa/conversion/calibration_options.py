@@ -107,7 +107,7 @@ class CalibrationOptions:
             plan: The conversion.
             fit: The stages after merging, None for none.
         """
-        found = []
+        found = [] if self.texts else self.pairs.without_effect()
         if self.fit is not None and fit is None:
             found.append(
                 "no module is fitted (there is no calibration data, or the fits are off): --fit and --effort have no effect"

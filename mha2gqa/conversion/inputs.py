@@ -64,10 +64,12 @@ class Inputs:
     Args:
         rows: Ids `[N, T + 1]` (inputs, and targets one later), or keyword tensors with N rows each.
         warnings: What the user should know of the data.
+        generated: How the original wrote the targets, `beams` and `retry_temperatures`; None for those of the data.
     """
 
     rows: Batch | Tensor
     warnings: tuple[str, ...] = ()
+    generated: Mapping[str, Any] | None = None
 
     def __len__(self) -> int:
         return len(self.rows if isinstance(self.rows, Tensor) else next(iter(self.rows.values())))
@@ -107,12 +109,16 @@ class Inputs:
         return len(self) * self.window
 
     @property
-    def targets(self) -> dict[str, int]:
-        """`examples` of an encoder-decoder and their `target_tokens`, for the manifest; of a decoder nothing."""
+    def targets(self) -> dict[str, Any]:
+        """`examples` of an encoder-decoder, their `target_tokens`, and how these were `generated`, for the manifest.
+
+        Of a decoder nothing.
+        """
         if isinstance(self.rows, Tensor):
             return {}
         count = int((self.rows[LABELS] != IGNORE_INDEX).sum())
-        return {"examples": len(self), "target_tokens": count}
+        written = {} if self.generated is None else {"generated": dict(self.generated)}
+        return {"examples": len(self), "target_tokens": count} | written
 
 
 def given_inputs(calibration: Any, model: Any, config: Mapping[str, Any]) -> Inputs:
@@ -181,13 +187,15 @@ def calibration_inputs(
     embeddings = getattr(known_config(config), "vocab_size", None)
     where = tokenizer.name_or_path or "tokenizer"
     ids = within(encode_documents(tokenizer, texts), embeddings, where)
+    unused = options.pairs.without_effect()
     if not is_encoder_decoder(config):
-        return Inputs(calibration_blocks(ids, window, options.tokens, overlap=1), tuple(texts.warnings))
+        blocks = calibration_blocks(ids, window, options.tokens, overlap=1)
+        return Inputs(blocks, (*texts.warnings, *unused))
     blocks = calibration_blocks(ids, window, options.tokens, overlap=0)
     made = span_corruption(tokenizer, config, blocks.shape[1], options.seed)
     encoder, targets = made(blocks.numpy(), range(len(blocks)))
     rows = {"input_ids": encoder, "decoder_input_ids": made.decoder_inputs(targets), LABELS: targets}
-    return Inputs({name: torch.from_numpy(x) for name, x in rows.items()}, tuple(texts.warnings))
+    return Inputs({name: torch.from_numpy(x) for name, x in rows.items()}, (*texts.warnings, *unused))
 
 
 # --- pairs -----------------------------------------------------------------------------------------------
@@ -231,7 +239,7 @@ def _pair_inputs(
     report = [*pairs.warnings, *encoder.report(), *_said(pairs.empty)]
     if len(examples) == most:
         report.append(f"calibrated on {most:,} recordings, which is the most, with {count:,} target tokens")
-    return Inputs(made.rows() | {LABELS: made.labels}, tuple(report))
+    return Inputs(made.rows() | {LABELS: made.labels}, tuple(report), options.pairs.generated)
 
 
 def _said(empty: int) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -51,11 +50,11 @@ def generate_ids(
     waiting = iter(examples)
     while batch := list(islice(waiting, batch_size)):
         written = _generate(model, encoder, batch, limit)
-        for temperature in encoder.options.retry_temperatures:
+        for seed, temperature in enumerate(encoder.options.retry_temperatures):
             again = [i for i, ids in enumerate(written) if repeats(decode(encoder, ids))]
             if not again:
                 break
-            other = _generate(model, encoder, [batch[i] for i in again], limit, temperature)
+            other = _generate(model, encoder, [batch[i] for i in again], limit, _Sampled(temperature, seed))
             for i, ids in zip(again, other, strict=True):
                 written[i] = ids
         yield from written
@@ -67,12 +66,25 @@ def repeats(text: str) -> bool:
     return len(data) > LOOP * len(zlib.compress(data))
 
 
-@contextlib.contextmanager
-def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Random numbers of `seed` inside, the caller's afterwards."""
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
-        yield
+class _Sampled:
+    """Logits whose greatest is a sample at a temperature (Gumbel's trick).
+
+    All rows of a step get the same random numbers, so that what a row samples depends neither on the rows beside it nor
+    on the device, and a model and its conversion sample alike.
+
+    Args:
+        temperature: Of the softmax.
+        seed: Of the random numbers.
+    """
+
+    def __init__(self, temperature: float, seed: int) -> None:
+        self.temperature = temperature
+        self.random = torch.Generator().manual_seed(seed)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Scores `[B, V]` of a step, which are logits, with noise `[V]`."""
+        noise = torch.empty(scores.shape[-1], dtype=torch.float64).exponential_(generator=self.random).log_()
+        return scores / self.temperature - noise.to(scores.device, scores.dtype)
 
 
 @torch.inference_mode()
@@ -81,10 +93,10 @@ def _generate(
     encoder: PairEncoder,
     examples: Sequence[Example],
     limit: int,
-    temperature: float | None = None,
+    sampled: _Sampled | None = None,
 ) -> list[list[int]]:
-    """The ids that are written by a search, or sampled at a temperature: the same ones every time."""
-    from transformers import GenerationMixin
+    """The ids that are written by a search, or sampled: the same ones every time."""
+    from transformers import GenerationMixin, LogitsProcessorList
 
     rows = encoder.collate(examples).rows()
     device, dtype = model.device, model.dtype
@@ -94,17 +106,16 @@ def _generate(
         if not name.startswith("decoder_")
     }
     prompt = torch.tensor([encoder.prompt] * len(examples), device=device)
-    how: dict[str, Any] = {"num_beams": encoder.options.beams, "do_sample": False}
-    if temperature is not None:
-        how = {"num_beams": 1, "do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
     try:
         # Whisper's own `generate` would choose language and prompt anew and cut long recordings in pieces.
-        with quiet(), seeded(0, device):
+        with quiet():
             ids = GenerationMixin.generate(
                 model,
                 **inputs,
                 decoder_input_ids=prompt,
-                **how,
+                num_beams=1 if sampled else encoder.options.beams,
+                do_sample=False,
+                logits_processor=LogitsProcessorList([sampled] if sampled else []),
                 max_new_tokens=limit,
                 max_length=None,
                 forced_decoder_ids=None,

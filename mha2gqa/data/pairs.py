@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import glob
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -326,6 +326,11 @@ def _text(value: Any, column: str | None, place: str) -> str:
     )
 
 
+def _flag(name: str) -> str:
+    """The option of the command line that a field of `PairOptions` has."""
+    return f"--{name.replace('language', 'lang').replace('_', '-')}"
+
+
 @dataclass(frozen=True)
 class PairOptions:
     """How pairs are read for a model.
@@ -375,8 +380,15 @@ class PairOptions:
             tuple(config.retry_temperatures),
         )
 
+    @property
+    def generated(self) -> dict[str, Any] | None:
+        """How the original writes the targets, for manifests; None for those of the data."""
+        if self.targets != "generate":
+            return None
+        return {"beams": self.beams, "retry_temperatures": list(self.retry_temperatures)}
+
     def check_used(self, generates: bool = False) -> None:
-        """Refuse temperatures where no text is generated.
+        """Refuse temperatures, and a width of the search, where no text is generated.
 
         Args:
             generates: Whether the command generates text besides targets.
@@ -384,12 +396,23 @@ class PairOptions:
         Raises:
             UsageError: It does not.
         """
-        if self.retry_temperatures and self.targets != "generate" and not generates:
+        if self.targets == "generate" or generates:
+            return
+        for name in sorted(self._given() & {"beams", "retry_temperatures"}):
             raise UsageError(
                 "nothing is generated here",
-                where="--retry-temperatures",
+                where=_flag(name),
                 fix="add --targets generate, or --metrics of evaluate, or leave it out",
             )
+
+    def without_effect(self) -> list[str]:
+        """A warning of options that were given, where no pairs are read."""
+        flags = sorted(map(_flag, self._given()))
+        verb = "has" if len(flags) == 1 else "have"
+        return [f"no pairs are read: {' and '.join(flags)} {verb} no effect"] if flags else []
+
+    def _given(self) -> set[str]:
+        return {option.name for option in fields(self) if getattr(self, option.name) != option.default}
 
     def open(self, data: Any, audio: bool, limit: int | None = None) -> PairSource:
         """The pairs of `data`, at most `limit`."""

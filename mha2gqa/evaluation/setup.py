@@ -134,7 +134,7 @@ def prepare(config: EvaluateConfig) -> ResolvedConfig:
     if isinstance(text, PairSource) and entries[0].encoder is not None:
         entries[0].encoder.check(itertools.islice(text, CHECKED_PAIRS))
     metrics = _metrics(config, entries[0])
-    if metrics and config.retry_temperatures:
+    if config.retry_temperatures and isinstance(text, PairSource):
         tried = ", ".join(f"{t:g}" for t in config.retry_temperatures)
         warnings.append(f"texts that repeat themselves were written again at temperature {tried}")
     reference = None if config.against is None else entries[0]
@@ -187,12 +187,12 @@ def _open_data(config: EvaluateConfig, warnings: list[str]) -> tuple[TextSource 
         check_read(kind, model_name(subject))
         _check_same_inputs(model_name(config.subjects[0]), kinds[0], model_name(subject), kind)
     if asked and config.protocol != PAIRS:
-        return TextSource(config.data, config.text_column, rows=config.protocol == "wikitext2"), config
+        return _text(config, warnings, rows=config.protocol == "wikitext2"), config
     if not all(map(is_encoder_decoder, kinds)):
         if asked:
             text = PairOptions.of(config).open(config.data, is_audio(kinds[0]), config.max_examples)
             return text, config  # refused below, with the name of the model
-        return TextSource(config.data, config.text_column), config
+        return _text(config, warnings), config
     options = PairOptions.of(config)
     options.check_used(generates=bool(config.metrics))
     pairs = options.open(config.data, is_audio(kinds[0]), config.max_examples)
@@ -201,7 +201,13 @@ def _open_data(config: EvaluateConfig, warnings: list[str]) -> tuple[TextSource 
             warnings.append(f"encoder-decoder: scored by {PAIRS}")
         return pairs, replace(config, protocol=PAIRS)
     warnings.append(f"encoder-decoder: scored by {SPAN_CORRUPTION}")
-    return TextSource(config.data, config.text_column), replace(config, protocol=SPAN_CORRUPTION)
+    return _text(config, warnings), replace(config, protocol=SPAN_CORRUPTION)
+
+
+def _text(config: EvaluateConfig, warnings: list[str], rows: bool = False) -> TextSource:
+    """The text, with a warning of options about pairs."""
+    warnings += PairOptions.of(config).without_effect()
+    return TextSource(config.data, config.text_column, rows=rows)
 
 
 def _check_same_inputs(first: str, raw: Mapping[str, Any], name: str, other: Mapping[str, Any]) -> None:

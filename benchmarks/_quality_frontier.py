@@ -167,28 +167,32 @@ def _wide_or_8_bits(rows: Rows, num_kv_heads: int, wide: Sequence[int]) -> list[
                 continue
             both = key_at(key_of(cells[3]), said.removeprefix(" at "))
             keys += [both] * (both in rows)
-            found = on_the_same_seeds(rows, *keys)
-            gaps = [gap_of(those) for those in found]
-            flops = [those[0]["flops"] for those in found]
-            shares = [f"{1 - gap / gaps[0]:.0%}" for gap in gaps[1:]]
+            flops = [rows[key][0]["flops"] for key in keys]
+            shares = [_taken_away(rows, keys[0], key) for key in keys[1:]]
             sentences.append(
-                f"{stage}{said}, at the bytes of GQA-{groups}, wide heads R=2 take away {shares[0]} of the plain gap for "
+                f"{stage}{said}, at the bytes of GQA-{groups}, of the plain gap wide heads R=2 take away {shares[0]} for "
                 f"{flops[1] / flops[0]:.2f} times the FLOPs, GQA-{2 * groups} with an 8-bit cache {shares[1]} for "
                 f"{flops[2] / flops[0]:.2f} times"
                 + (f", and both together {shares[2]}" if len(shares) > 2 else "")
             )
             for r in (r for r in wide if r > 2 and key_of(replace(plain, wide=r)) in rows):
-                narrow, wider = on_the_same_seeds(rows, keys[0], key_of(replace(plain, wide=r)))
-                share = 1 - gap_of(wider) / gap_of(narrow)
-                taken = (
-                    f"take away {share:.0%} of the plain gap" if share < 1 else "are ahead of the original"
-                )
+                key = key_of(replace(plain, wide=r))
+                wider = rows[key]
+                share = f"take away {_taken_away(rows, keys[0], key)} of the plain gap"
+                taken = share if gap_of(wider) > 0 else "are ahead of the original"
                 sentences.append(
                     f"{stage}, at the bytes of GQA-{groups}, wide heads R={r} {taken} for "
                     f"{wider[0]['flops'] / flops[0]:.2f} times the FLOPs of plain ones"
                 )
         sentences += [text for r in wide for text in _as_many_flops(rows, groups, r)]
     return sentences
+
+
+def _taken_away(rows: Rows, plain: str, other: str) -> str:
+    """`82% (3 seeds)`: the share of the gap of one row that another takes away, on the seeds that both have."""
+    wide, narrow = on_the_same_seeds(rows, other, plain)
+    share = f"{1 - gap_of(wide) / gap_of(narrow):.0%}"
+    return share if len(wide) < 2 else f"{share} ({len(wide)} seeds)"
 
 
 def _text_beside_teacher(rows: Rows, entries: Sequence[Mapping[str, Any]]) -> list[str]:

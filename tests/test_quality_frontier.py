@@ -247,14 +247,18 @@ def test_a_row_at_a_rate_that_tuning_left_has_a_column_that_names_it(tmp_path: P
 
 
 def test_what_wide_heads_and_8_bits_take_away_is_said_at_one_rate(tmp_path: Path) -> None:
-    rows = [entry(PLAIN, 3.10, flops=2e15), entry(Cell("joint", 4, "fits", wide=2), 3.04, flops=3e15)]
+    wide = Cell("joint", 4, "fits", wide=2)
+    rows = [entry(PLAIN, 3.10, flops=2e15), entry(wide, 3.04, flops=3e15)]
     rows += [entry(Cell("joint", 8, "fits", cache="int8"), 3.02, flops=2.1e15)]
     rows += [entry(Cell("joint", 8, "fits", cache="int8", wide=2), 3.01)]
     text = frontier.same_bytes(record(ledger(tmp_path, *rows)))
     assert (
-        "- After fits, at the bytes of GQA-4, wide heads R=2 take away 60% of the plain gap for 1.50 times the FLOPs, "
+        "- After fits, at the bytes of GQA-4, of the plain gap wide heads R=2 take away 60% for 1.50 times the FLOPs, "
         "GQA-8 with an 8-bit cache 80% for 1.05 times, and both together 90%."
     ) in text
+    rows += [entry(replace(PLAIN, seed=1), 3.10), entry(replace(wide, seed=1), 3.06)]
+    text = frontier.same_bytes(record(ledger(tmp_path, *rows)))
+    assert "R=2 take away 50% (2 seeds) for 1.50 times" in text and "8-bit cache 80% for" in text
 
 
 @pytest.mark.parametrize(

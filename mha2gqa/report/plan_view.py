@@ -88,12 +88,12 @@ def _calibration_lines(price: Data) -> Iterable[Block]:
 
 
 def _recall(data: Data) -> Iterable[Block]:
-    """What a smaller cache of a decoder costs beyond its loss, as probes of `benchmarks/quality_probes.py` found."""
-    cache = data["kv_bytes_per_token"]
-    if cache["after"] < cache["before"] and not data.get("sequence"):
+    """What a smaller cache of a model of text costs beyond its loss, as `benchmarks/quality_probes.py` found."""
+    cache, is_text = data["kv_bytes_per_token"], data["memory"]["sets"] and not data.get("sequence")
+    if cache["after"] < cache["before"] and is_text:
         yield Line(
-            "Quality: fewer KV heads cost recall of what stands earlier in the text more than the loss shows. Test what you "
-            "need of it before you ship."
+            "Quality: fewer KV heads cost a small reference model more of its recall of earlier text than its loss showed. "
+            "Test what you need of it before you ship."
         )
 
 

@@ -10,6 +10,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -451,6 +453,28 @@ def test_page_locked_rows_are_counted_as_torch_rounds_them(monkeypatch: pytest.M
     monkeypatch.setattr(row_store, "free_memory", lambda device: 6 * power)
     cuda = torch.device("cuda")
     assert [row_store.choose_place(3 * n, cuda) for n in (power, power + 1)] == ["host", "disk"]
+
+
+def test_all_fits_bring_their_rows_ahead_on_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stream:
+        def wait_stream(self, other: Any) -> None:
+            pass
+
+    made: list[Stream] = []
+
+    def stream(device: torch.device) -> Stream:
+        made.append(Stream())
+        return made[-1]
+
+    monkeypatch.setattr(torch.cuda, "Stream", stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
+    monkeypatch.setattr(torch.cuda, "stream", lambda side: nullcontext())
+    row_store.side_stream.cache_clear()
+    for _ in range(2):
+        batches = row_store.Prefetched(((torch.tensor(i),) for i in count()), torch.device("cuda", 0))
+        assert [int(x) for (x,) in islice(batches, 4)] == [0, 1, 2, 3]
+    row_store.side_stream.cache_clear()
+    assert len(made) == 1
 
 
 def test_rows_lie_on_disk_where_the_processes_of_a_machine_would_fill_its_memory(

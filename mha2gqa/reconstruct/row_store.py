@@ -7,6 +7,7 @@ import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Generic, Literal, TypeVar
 
@@ -122,6 +123,16 @@ class RowStore:
         self.data[rows].copy_(values, non_blocking=True)
 
 
+@lru_cache
+def side_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream on which rows are brought to a GPU ahead of their turn.
+
+    One for all fits: torch lends memory that a stream has let go of to that stream alone, so that each further stream
+    would keep batches of its own.
+    """
+    return torch.cuda.Stream(device)
+
+
 T = TypeVar("T", bound=tuple[Tensor, ...])
 
 
@@ -130,7 +141,7 @@ class Prefetched(Generic[T]):
 
     def __init__(self, items: Iterator[T], device: torch.device) -> None:
         self.items = items
-        self.side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.side = side_stream(device) if device.type == "cuda" else None
         if self.side is not None:
             self.side.wait_stream(torch.cuda.current_stream(device))
             self.device, self.next = device, self._begin()

@@ -96,6 +96,16 @@ def test_models_in_float64_keep_it(method: str) -> None:
     assert float((logits(new) - logits(model)).abs().max()) < 1e-11
 
 
+@pytest.mark.parametrize("more", [{}, {"train": "layer"}, {"distill_steps": 2}])
+def test_models_in_float64_are_fitted_in_it(more: dict[str, Any]) -> None:
+    made = [
+        convert_model(pico_llama().to(dtype), 4, calibration=BLOCKS, fit=FEW | more)
+        for dtype in (torch.float64, torch.float32)
+    ]
+    assert {p.dtype for p in made[0].parameters()} == {torch.float64}
+    torch.testing.assert_close(logits(made[0]).float(), logits(made[1]), rtol=1e-3, atol=1e-3)
+
+
 def test_one_kind_of_attention_may_stand_alone() -> None:
     assert taken(ConvertConfig, {"attention": "self", "wide": "2"}) == {"attention": ("self",), "wide": 2}
     assert torch.equal(

@@ -125,10 +125,10 @@ def rest_of_block(
 
 @contextmanager
 def float32(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Parameters in float32 and asking for gradients; afterwards as they were, rounded back."""
+    """Parameters in float32 (float64 stays) and asking for gradients; afterwards as they were, rounded back."""
     dtypes = [p.dtype for p in parameters]
     for p in parameters:
-        p.data = p.data.float()
+        p.data = p.data.to(torch.promote_types(p.dtype, torch.float32))
         p.requires_grad_(True)
     try:
         yield
@@ -140,13 +140,14 @@ def float32(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
 
 
 def product_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
-    """Dtype of matrix products: bfloat16 on a GPU, and wherever the model itself is in half precision.
+    """Dtype of matrix products: bfloat16 on a GPU, and wherever the model itself is in half precision; float64 stays.
 
     Args:
         device: Where the model runs.
         dtype: Of its hidden states.
     """
-    return torch.bfloat16 if device.type == "cuda" or dtype in (torch.bfloat16, torch.float16) else dtype
+    halved = device.type == "cuda" and dtype != torch.float64  # which autocast leaves alone
+    return torch.bfloat16 if halved or dtype in (torch.bfloat16, torch.float16) else dtype
 
 
 def autocast(like: Tensor) -> contextlib.AbstractContextManager[object]:

@@ -160,8 +160,7 @@ def build_arguments(
             where="fsdp",
             fix="start with torchrun --nproc_per_node N -m mha2gqa uptrain …, or leave fsdp out",
         )
-    if extra.get("deepspeed"):
-        check_deepspeed(extra["deepspeed"], config.teacher_dtype)
+    check_deepspeed(extra.get("deepspeed"), config.teacher_dtype)
     if extra.get("use_liger_kernel"):
         require_liger()
         extra["liger_kernel_config"] = dict(extra.get("liger_kernel_config") or {}) | OWN_LOSS

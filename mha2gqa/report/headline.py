@@ -126,7 +126,7 @@ def limits(report: Report) -> list[str]:
         out.insert(0, worse)
     if not report.uptrained:
         out.append(
-            "No uptraining was done; a small budget on the model's own kind of text lowers the loss further."
+            "No uptraining was done; a small budget on the model's own kind of text may lower the loss further."
         )
     return out
 

@@ -66,7 +66,7 @@ def training_sentences(memory: Data) -> list[str]:
         f"{box_size(memory['gpu_memory'])} (`--set per_device_train_batch_size=N`). With adamw_torch_8bit: `--set optim=…` "
         "(needs torchao); teacher int8: `--teacher-dtype int8`; offload: weights, gradients and AdamW on the host, under "
         "torchrun `--set fsdp=true --set fsdp_config='{\"cpu_offload\": true}'`.",
-        "Measured: all at 1B on one to four cards, attention and lora at 7B on one (there without compiled layers, which "
-        "long runs have: a quarter slower). The rest, qlora, 8-bit AdamW, the int8 teacher and offload among it, is "
-        "estimated.",
+        "Measured: all at 1B on one to four cards; at 7B on one, attention (with 8-bit AdamW and under offload too) and lora "
+        "(with the int8 teacher too). The rest, qlora and several cards at 7B among it, is estimated; where both are known they "
+        "are at most a factor of 1.5 apart.",
     ]

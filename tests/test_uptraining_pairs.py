@@ -381,6 +381,7 @@ def test_layers_are_not_left_out_at_random(root: Path) -> None:
         ("marian", "pairs.jsonl", {"target_lang": "fr"}, "knows no languages"),
         ("marian", "pairs.jsonl", {"objective": "next-token"}, "use span-corruption or pairs"),
         ("marian", "pairs.jsonl", {"objective": "span-corruption"}, "no sentinels; train on pairs"),
+        ("t5", "text.jsonl", {"retry_temperatures": (0.2, 0.4)}, "retry_temperatures 0.2,0.4: has no meaning for objective span-corruption"),
         ("t5", "text.jsonl", {"source_column": "b"}, "source_column b: has no meaning for objective span-corruption"),
         ("marian", "long.jsonl", {}, "the target needs 70 positions, the decoder has 64; split the example"),
         ("marian", "pairs.jsonl", {"tokens": 2}, "round to 0 steps"),

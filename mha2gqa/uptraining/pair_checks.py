@@ -55,8 +55,9 @@ def check_data_options(config: UptrainConfig, objective: str) -> None:
     for name, fix in unused.items():
         value = getattr(config, name)
         if value != defaults[name].default:
+            said = ",".join(map(str, value)) if isinstance(value, tuple) else value
             raise UsageError(
-                f"has no meaning for objective {objective}", where=f"{name} {value}".strip(), fix=fix
+                f"has no meaning for objective {objective}", where=f"{name} {said}".strip(), fix=fix
             )
 
 

@@ -30,7 +30,7 @@ from mha2gqa.checkpoints.fingerprints import weights_fingerprint
 from mha2gqa.checkpoints.loading import load_model, load_tokenizer
 from mha2gqa.checkpoints.reader import open_checkpoint
 from mha2gqa.checkpoints.streaming import CheckpointLayers
-from mha2gqa.conversion import CalibrationOptions, search, walk, work_dir
+from mha2gqa.conversion import CalibrationOptions, search, through_model, walk, work_dir
 from mha2gqa.conversion.inputs import Inputs, calibration_inputs
 from mha2gqa.conversion.work_dir import WorkDir
 from mha2gqa.errors import CheckpointError, DataError, UsageError
@@ -199,12 +199,14 @@ def test_every_block_is_loaded_once_and_at_most_the_next_one_beside_it(
     assert most == [2 if ahead else 1, 1]
 
 
-@pytest.mark.parametrize("name", ["llama", "windows"])
+@pytest.mark.parametrize(("name", "stored"), [("llama", False), ("windows", False), ("half", True)])
 def test_searching_while_the_block_before_is_fitted_changes_no_byte(
-    name: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, stored: bool, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
     source = save(MODELS[name](), tmp_path / "source")
+    if stored:  # as for models too large for float32
+        monkeypatch.setattr(through_model, "FLOAT32_PARAMETERS", 0)
     begun: list[list[str]] = []
     begin = walk.SearchBeside.__init__
 
@@ -249,13 +251,18 @@ def test_a_walk_that_ends_early_gives_up_the_search_beside_it(
     assert given_up.done() and given_up.exception(0) is not None
 
 
-@pytest.mark.parametrize("layer", [1, *(pytest.param(at, marks=pytest.mark.slow) for at in (0, LAYERS - 1))])
+@pytest.mark.parametrize(
+    ("layer", "words"),
+    [(1, []), (1, ["stored"]), *(pytest.param(at, [], marks=pytest.mark.slow) for at in (0, LAYERS - 1))],
+)
 def test_a_killed_walk_goes_on_after_its_last_layer_with_the_same_bytes(
-    layer: int, text: str, tmp_path: Path
+    layer: int, words: list[str], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = save(llama(), tmp_path / "source")
+    source = save(half() if words else llama(), tmp_path / "source")
+    if words:  # as for models too large for float32
+        monkeypatch.setattr(through_model, "FLOAT32_PARAMETERS", 0)
     worker = [sys.executable, str(Path(__file__).with_name("walk_worker.py")), str(source)]
-    killed = subprocess.run([*worker, str(tmp_path / "out"), text, str(layer)], capture_output=True)
+    killed = subprocess.run([*worker, str(tmp_path / "out"), text, str(layer), *words], capture_output=True)
     assert killed.returncode == -9 and not (tmp_path / "out").exists()
     seen: list[tuple[str, int, int | None]] = []
     with progress.reporting(progress.Callback(lambda *at: seen.append(at))):
@@ -339,23 +346,32 @@ def test_a_folder_of_somebody_else_in_the_place_of_the_work_is_left_alone(text: 
 
 
 @pytest.mark.parametrize(
-    ("make", "processes", "noise"),
+    ("make", "processes", "noise", "words"),
     [
-        (llama, 2, 1e-3),  # sums are taken in another order: float32 noise, grown over some Adam steps
-        pytest.param(llama, 4, 1e-3, marks=pytest.mark.slow),
-        (half, 2, 2**-5),  # gradients are sent in bfloat16: some of its last digits, grown likewise
+        (llama, 2, 1e-3, []),  # sums are taken in another order: float32 noise, grown over some Adam steps
+        pytest.param(llama, 4, 1e-3, [], marks=pytest.mark.slow),
+        (half, 2, 2**-4, ["stored"]),  # noise of bfloat16, as much where gradients are sent in float32
     ],
 )
 def test_processes_share_the_text_and_make_the_same_model(
-    make: Callable[[], Any], processes: int, noise: float, text: str, tmp_path: Path
+    make: Callable[[], Any],
+    processes: int,
+    noise: float,
+    words: list[str],
+    text: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     source = save(make(), tmp_path / "source")
+    if words:  # as for models too large for float32
+        monkeypatch.setattr(through_model, "FLOAT32_PARAMETERS", 0)
     one = mha2gqa.convert(source, tmp_path / "one", 2, calibration=[text], **OPTIONS)
     worker = str(Path(__file__).with_name("walk_worker.py"))
-    launch([worker, str(source), str(tmp_path / "many"), text], tmp_path, processes)
+    launch([worker, str(source), str(tmp_path / "many"), text, *words], tmp_path, processes)
     a, b = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "many"))
     for name, x in a.items():
-        torch.testing.assert_close(b[name], x, rtol=noise, atol=noise * float(x.abs().max()))
+        if x.dim() > 1 or not words:  # small gradients of biases are rounding alone, which Adam makes large
+            assert (b[name] - x).float().norm() <= noise * x.float().norm(), name
     manifest = json.loads((tmp_path / "many" / "mha2gqa.json").read_text())
     assert manifest["grouping"] == {row["path"]: row["grouping"] for row in one.layers}
     assert manifest["calibration"]["losses"] == pytest.approx(one.calibration["losses"], rel=noise / 10)

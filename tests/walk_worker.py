@@ -1,6 +1,7 @@
 """One process that converts with calibration: walk_worker.py SOURCE OUT TEXT [KILL_AFTER_LAYER]; torchrun starts several.
 
-`die:N` instead of a layer ends process N on its second layer, `layer` trains whole layers.
+Further words: `die:N` ends process N on its second layer, `layer` trains whole layers, `stored` works in the dtype that
+is stored, as for large models.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mha2gqa import distributed
+from mha2gqa.conversion import through_model
 from mha2gqa.conversion.checkpoint import convert
 from mha2gqa.conversion.work_dir import WorkDir
 from mha2gqa.reconstruct import ReconstructConfig
@@ -66,13 +68,16 @@ def die_on(rank: int) -> None:
 
 def main() -> None:
     torch.set_num_threads(1)
-    source, out, text, *rest = sys.argv[1:]
-    if rest == ["layer"]:
-        OPTIONS["fit"] = replace(FIT, train="layer")
-    elif rest and rest[0].startswith("die:"):
-        die_on(int(rest[0].removeprefix("die:")))
-    elif rest:
-        kill_after(int(rest[0]))
+    source, out, text, *words = sys.argv[1:]
+    for word in words:
+        if word == "layer":
+            OPTIONS["fit"] = replace(FIT, train="layer")
+        elif word == "stored":
+            through_model.FLOAT32_PARAMETERS = 0
+        elif word.startswith("die:"):
+            die_on(int(word.removeprefix("die:")))
+        else:
+            kill_after(int(word))
     convert(source, Path(out), 2, calibration=[text], **OPTIONS)
     distributed.destroy()
 

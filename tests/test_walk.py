@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import count, islice
 from pathlib import Path
 from typing import Any
@@ -169,6 +170,20 @@ def test_blocks_read_one_by_one_give_what_the_model_in_memory_gives(
     assert all(torch.equal(got[n], want[n]) for n in want)
     assert result.calibration["losses"].keys() == {"original", "merged", "fitted"}
     assert not (tmp_path / "out.convert").exists()
+
+
+@pytest.mark.parametrize("train", ["attention", "layer"])
+def test_blocks_in_half_precision_give_what_the_model_in_memory_gives(
+    train: Any, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    source, fit = save(experts().bfloat16(), tmp_path / "source"), replace(FIT, train=train)
+    model = load_model(source, dtype="bfloat16", device="cpu")
+    want = mha2gqa.convert_model(model, 2, calibration=blocks(source, text), fit=fit).state_dict()
+    monkeypatch.setattr(through_model, "FLOAT32_PARAMETERS", 0)  # as for models too large for float32
+    mha2gqa.convert(source, tmp_path / "out", 2, calibration=[text], **OPTIONS | {"fit": fit})
+    got = load_model(tmp_path / "out", dtype="bfloat16", device="cpu").state_dict()
+    assert all(torch.equal(got[n], want[n]) for n in want)
 
 
 @pytest.mark.parametrize("ahead", [True, False])

@@ -27,6 +27,7 @@ from walk_worker import FIT, OPTIONS, stop_after
 import mha2gqa
 from mha2gqa import progress
 from mha2gqa.calibration import SecondMoments, load_statistics
+from mha2gqa.checkpoints.atomic import PARTIAL
 from mha2gqa.checkpoints.fingerprints import weights_fingerprint
 from mha2gqa.checkpoints.loading import load_model, load_tokenizer
 from mha2gqa.checkpoints.reader import open_checkpoint
@@ -39,6 +40,7 @@ from mha2gqa.reconstruct import ReconstructConfig, row_store
 from mha2gqa.reconstruct.driver import Fitter
 from mha2gqa.reconstruct.hidden_states import Stream
 from mha2gqa.reconstruct.row_store import Memory, RowStore
+from mha2gqa.uptraining.run_dir import RunDirectory
 
 LAYERS = 4
 SIZES = {
@@ -358,6 +360,23 @@ def test_a_folder_of_somebody_else_in_the_place_of_the_work_is_left_alone(text: 
     with pytest.raises(UsageError, match=r"out\.convert: is in the way and is not an unfinished conversion"):
         mha2gqa.convert(source, tmp_path / "out", 2, calibration=[text], force=True, **OPTIONS)
     assert mine.read_text() == "mine"
+
+
+def test_work_that_was_killed_before_it_had_a_name_is_taken_up(tmp_path: Path) -> None:
+    """A kill before the first file is in place leaves its partial file alone beside the lock."""
+    for suffix, begin in ((".convert", lambda out: WorkDir(out).open({})), (".uptrain", open_run)):
+        partial = tmp_path / f"out{suffix}" / f"run.json{PARTIAL}"
+        partial.parent.mkdir()
+        partial.write_text("{")
+        assert not begin(tmp_path / "out")
+        assert not partial.exists() and (partial.parent / "run.json").exists()
+
+
+def open_run(out: Path) -> bool:
+    run = RunDirectory(out)
+    begun = run.open({})
+    run.close()
+    return begun
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,12 @@ def touch(path: Path) -> Path:
     return partial
 
 
+def holds_only(folder: Path, *names: str) -> bool:
+    """Whether a folder holds nothing but these files, whole or as `replacing` in a killed process left them."""
+    own = {known for name in names for known in (name, name + PARTIAL)}
+    return all(entry.name in own for entry in folder.iterdir())
+
+
 @contextmanager
 def writing_to(path: Path) -> Iterator[None]:
     """Name what cannot be written, and what to do.

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from .. import distributed
-from ..checkpoints.atomic import FileLock, replacing, write_json, writing_to
+from ..checkpoints.atomic import FileLock, holds_only, replacing, write_json, writing_to
 from ..errors import CheckpointError, UsageError, quoted
 
 LOCK, RUN = "lock", "run.json"
@@ -81,7 +81,7 @@ class WorkDir:
     def _open(self, options: Mapping[str, Any], restart: bool) -> None:
         known = self.root / RUN
         found = self.root.exists()
-        if found and not known.exists() and any(path.name != LOCK for path in self.root.iterdir()):
+        if found and not known.exists() and not holds_only(self.root, LOCK, RUN):
             raise UsageError(
                 "is in the way and is not an unfinished conversion", where=self.root, fix="choose another OUT"
             )

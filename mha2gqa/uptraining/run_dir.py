@@ -14,7 +14,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from ..checkpoints.atomic import FileLock, write_json, writing_to
+from ..checkpoints.atomic import FileLock, holds_only, write_json, writing_to
 from ..checkpoints.fingerprints import file_fingerprint
 from ..checkpoints.json_files import read_json
 from ..config.option import declared
@@ -139,7 +139,7 @@ class RunDirectory:
             if not changed:
                 return True
             self.remove()
-        if self.root.exists() and any(entry.name != LOCK for entry in self.root.iterdir()):
+        if self.root.exists() and not holds_only(self.root, LOCK, self.recipe.name):
             raise UsageError(
                 "is in the way and is not an uptraining run", where=self.root, fix="choose another OUT"
             )

@@ -9,6 +9,7 @@ import torch
 from launching import launch
 
 from mha2gqa import distributed
+from mha2gqa.reconstruct.ranks import Ranks
 
 WORKER = """
 import torch
@@ -53,3 +54,20 @@ def test_shares_cover_all_items_once(count: int, processes: int, monkeypatch: py
 def test_two_processes_sum(tmp_path: Path) -> None:
     outputs = launch(["-c", WORKER], tmp_path)
     assert [output.strip().splitlines()[-1] for output in outputs] == ["[0, 1]", "[2, 3, 4]"]
+
+
+class _OtherRankReached(Ranks):
+    """The first of two ranks, where the other one has a gradient of what is named."""
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tensor([0, 1, 0], dtype=x.dtype)
+
+
+def test_experts_that_no_rank_reached_keep_no_gradient() -> None:
+    mine, theirs, nobodys = rest = [torch.nn.Parameter(torch.ones(2, 2)) for _ in range(3)]
+    with _OtherRankReached(0, 2).mean_gradients([], rest) as mean:
+        mine.grad = torch.full((2, 2), 4.0)
+        mean()
+    assert mine.grad is not None and torch.equal(mine.grad, torch.full((2, 2), 2.0))
+    assert theirs.grad is not None and not theirs.grad.any()
+    assert nobodys.grad is None

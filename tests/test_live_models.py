@@ -313,8 +313,8 @@ def test_state_dicts_that_cannot_be_converted_are_refused() -> None:
     spec, state = AttentionSpec(), pico_llama().state_dict()
     name = "model.layers.0.self_attn.q_proj.weight"
     for given, words, what in (
-        ({n: x.numpy() for n, x in state.items()}, {}, "is no tensor of torch but"),
-        ({"model": state}, {}, "state_dict: model is no tensor of torch but"),
+        ({n: x.numpy() for n, x in state.items()}, {}, "is not a tensor of torch but"),
+        ({"model": state}, {}, "state_dict: model is not a tensor of torch but"),
         (pico_llama(), {}, "must be a mapping of names to tensors"),
         ({n: x.to("meta") for n, x in state.items()}, {}, "is on the meta device"),
         (state | {name: state[name].to(torch.int8)}, {}, f"{name} is of torch.int8, quantised"),

@@ -150,7 +150,7 @@ def _inside(index: Path, file: Any) -> str:
     usable = usable and all(len(part.encode()) < 256 for part in path.parts) and len(path.parts) < 10
     if not usable or path.is_absolute() or ".." in path.parts:
         raise CheckpointError(
-            f"names {quoted(file)}, which is no {suffix} file in this folder",
+            f"names {quoted(file)}, which is not a {suffix} file in this folder",
             where=index,
             fix="restore the original index",
         )

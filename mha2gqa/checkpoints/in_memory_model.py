@@ -26,7 +26,7 @@ def require_whole(name: str, model: Any) -> None:
         model: What was given for it.
 
     Raises:
-        UsageError: It is no model of transformers, or its weights are elsewhere, quantised or sharded.
+        UsageError: It is not a model of transformers, or its weights are elsewhere, quantised or sharded.
     """
     require_model(name, model)
     state = model.state_dict()
@@ -52,7 +52,7 @@ def require_tensors(name: str, state: Any) -> None:
         raise UsageError(f"must be a mapping of names to tensors, not {quoted(state)}", where=name)
     for tensor, x in state.items():
         if not isinstance(x, Tensor):
-            what = f"{tensor} is no tensor of torch but {quoted(x)}"
+            what = f"{tensor} is not a tensor of torch but {quoted(x)}"
             raise UsageError(
                 what, where=name, fix="give tensors by their full names, of weights that are not packed"
             )
@@ -136,7 +136,7 @@ def require_language_model(name: str, model: Any, *, offloaded: bool = False) ->
         offloaded: Whether accelerate may bring layers from elsewhere when they run; the embedding must be here.
 
     Raises:
-        UsageError: It is no model of transformers, its weights are not here, or it gives no logits of tokens.
+        UsageError: It is not a model of transformers, its weights are not here, or it does not return logits over a vocabulary.
     """
     require_model(name, model)
     absent = [n for n, p in model.named_parameters() if p.is_meta]

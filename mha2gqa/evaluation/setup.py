@@ -321,8 +321,8 @@ def _share_features(encoder: PairEncoder, others: Sequence[PairEncoder]) -> None
     """Let models with the same feature extractor make the features of a recording once, for texts and scores."""
     if not encoder.audio:
         return
-    told = encoder.extractor.to_json_string()
-    same = (e for e in others if e.extractor.to_json_string() == told)
+    settings = encoder.extractor.to_json_string()
+    same = (e for e in others if e.extractor.to_json_string() == settings)
     first = next(same, None)
     encoder.kept = KeptFeatures() if first is None else first.kept
 

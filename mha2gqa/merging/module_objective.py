@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ..heads import AttentionWeights, rotary_pair_index
+from ..heads import AttentionWeights, join_heads, rotary_pair_index, view_heads
 from .base import MergeContext
 from .covariance import augmented, centred, key_moment, query_moment, value_moment
 from .objective import KeySubspace, MergeObjective, Symmetries
@@ -87,8 +87,7 @@ def _value_objective(
     rows = augmented(weights.v, weights.v_bias)
     moment = value_moment(weights, context)
     moment = centred(moment) if folds_bias else moment
-    blocks = weights.o.to(torch.float64)  # [H, D, e] -> [K, r D, e]
-    blocks = blocks.reshape(heads, -1, blocks.shape[-1])
+    blocks = view_heads(join_heads(weights.o.to(torch.float64)), heads)  # [H, D, e] -> [K, r D, e]
     granted = context.spec.value_symmetry
     if granted == "none":
         return MeanObjective(rows, moment), blocks

@@ -50,7 +50,8 @@ class Ranks:
 
         Args:
             parameters: Have a gradient after every pass, on every rank.
-            rest: May have none (experts that no token of this rank reached); summed once the pass is over.
+            rest: May have none (experts that no token of this rank reached); summed once the pass is over. Those
+                that no rank reached stay without, so that the optimiser leaves them alone as on one rank.
             products: Dtype of the matrix products of the backward pass.
 
         Yields:
@@ -65,9 +66,10 @@ class Ranks:
 
         def finish() -> None:
             assert len(begun) == len(hooks), "a parameter has no gradient, or has two"
-            for p in rest if self.count > 1 else ():
-                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-                begin(p)
+            for p, reached in zip(rest, self._reached(rest), strict=True):
+                if reached and self.count > 1:
+                    p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+                    begin(p)
             while begun:
                 gradient, sent, wait = begun.pop(0)
                 wait()
@@ -79,6 +81,16 @@ class Ranks:
         finally:
             for hook in hooks:
                 hook.remove()
+
+    def _reached(self, parameters: Sequence[nn.Parameter]) -> list[bool]:
+        """Which parameters have a gradient on any rank."""
+        found = [p.grad is not None for p in parameters]
+        if self.count == 1 or not found:
+            return found
+        counts: list[int] = self.sum(
+            torch.tensor(found, dtype=torch.int32, device=parameters[0].device)
+        ).tolist()
+        return [count > 0 for count in counts]
 
     def share(self, x: Tensor) -> Tensor:
         """This rank's rows of a tensor."""

@@ -44,20 +44,6 @@ def walked(
 
     One walk at a time in a process: attention is observed, and kernels are chosen, for all of it.
     """
-    with _ONE_AT_A_TIME, undisturbed(layers.device):
-        return _walked(layers, plan, inputs, options, fit, statistics, work, stored)
-
-
-def _walked(
-    layers: Layers,
-    plan: Plan,
-    inputs: Inputs,
-    options: CalibrationOptions,
-    fit: ReconstructConfig | None,
-    statistics: Statistics | None,
-    work: WorkDir | None,
-    stored: str | None,
-) -> Converted:
     warnings = []
     seen, kept = split_held_out(inputs)
     if kept is None and fit is not None:
@@ -76,20 +62,21 @@ def _walked(
             "remove the file to measure them again"
         )
     config = None if fit is None else fit_config(fit, seen)
-    done = Walk(
-        layers=layers,
-        plan=plan,
-        inputs=seen,
-        validation=kept,
-        options=options,
-        config=config,
-        work=work,
-        statistics=statistics,
-        stored=stored,
-    ).run()
+    with _ONE_AT_A_TIME, undisturbed(layers.device):
+        done = Walk(
+            layers=layers,
+            plan=plan,
+            inputs=seen,
+            validation=kept,
+            options=options,
+            config=config,
+            work=work,
+            statistics=statistics,
+            stored=stored,
+        ).run()
+        if config is not None and config.regress and config.distill_steps:
+            _distil(layers.model, done, seen, kept, config)
     done.warnings += warnings
-    if config is not None and config.regress and config.distill_steps:
-        _distil(layers.model, done, seen, kept, config)
     return done
 
 

@@ -99,7 +99,7 @@ def test_no_index_names_a_file_outside_or_none(pico: Path, tmp_path: Path, file:
     names = list(load_file(pico / WEIGHTS))
     (pico / WEIGHTS).unlink()
     (pico / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(names, file)}))
-    refused(pico, r"no \.safetensors file in this folder", tmp_path)
+    refused(pico, r"not a \.safetensors file in this folder", tmp_path)
 
 
 def test_what_lies_there_instead_of_weights_is_named(pico: Path, tmp_path: Path) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 from _loss_tables import first_of_each, label
 from _markdown import markdown, mean_and_spread, measured_on, state
 
+from mha2gqa.report.svg import BACKGROUND, with_fallbacks
+
 SOURCE = "quality_ref-llama-30m"  # the results file of both
 
 
@@ -91,8 +93,10 @@ STYLE = """:root { --paper:#fff; --ink:#1b1f24; --faint:#d4d9df; --s1:#57606a; -
   --s5:#a3527f; }
 @media (prefers-color-scheme: dark) { :root { --paper:#14171b; --ink:#e6e9ed; --faint:#3a414a; --s1:#a3acb7;
   --s2:#ff9248; --s3:#56b4e9; --s4:#2fc79b; --s5:#e39cc4; } }
-svg { background: var(--paper); font: 12px sans-serif; fill: var(--ink); }
-.grid { stroke: var(--faint); } .line { fill: none; stroke-width: 2; } .dash { stroke-dasharray: 5 4; }"""
+svg { font: 12px sans-serif; }"""
+GRID = 'style="stroke:var(--faint)"'
+LINE = 'fill="none" stroke-width="2"'
+DASH = 'stroke-dasharray="5 4"'
 WIDTH, HEIGHT = 480, 330
 LEFT, RIGHT, TOP, BOTTOM = 46, 318, 34, 284
 
@@ -118,7 +122,7 @@ class _Axes:
         parts = [f'<text x="{LEFT - 34}" y="18">held-out loss, nats per token</text>']
         for tick in ticks:
             height = self.y(tick)
-            parts.append(f'<line class="grid" x1="{LEFT}" x2="{RIGHT}" y1="{height:.1f}" y2="{height:.1f}"/>')
+            parts.append(f'<line {GRID} x1="{LEFT}" x2="{RIGHT}" y1="{height:.1f}" y2="{height:.1f}"/>')
             parts.append(f'<text x="{LEFT - 6}" y="{height + 4:.1f}" text-anchor="end">{tick:.2f}</text>')
         parts += [
             f'<text x="{self.x(g):.1f}" y="{BOTTOM + 18}" text-anchor="middle">{g}</text>'
@@ -132,7 +136,7 @@ class _Axes:
         """A dashed line at one loss."""
         height = f"{self.y(loss):.1f}"
         return (
-            f'<line class="line dash" style="stroke:var(--s1)" x1="{LEFT}" x2="{RIGHT}" '
+            f'<line {LINE} {DASH} style="stroke:var(--s1)" x1="{LEFT}" x2="{RIGHT}" '
             f'y1="{height}" y2="{height}"/>'
         )
 
@@ -141,7 +145,7 @@ class _Axes:
         points = [(self.x(g), self.y(losses[g])) for g in self.groups if g in losses]
         path = " ".join(f"{a:.1f},{b:.1f}" for a, b in points)
         dots = [f'<circle cx="{a:.1f}" cy="{b:.1f}" r="3.5" style="fill:var({colour})"/>' for a, b in points]
-        return [f'<polyline class="line" style="stroke:var({colour})" points="{path}"/>', *dots]
+        return [f'<polyline {LINE} style="stroke:var({colour})" points="{path}"/>', *dots]
 
 
 def chart(record: Mapping[str, Any]) -> str:
@@ -165,9 +169,20 @@ def chart(record: Mapping[str, Any]) -> str:
     for name, height, colour in _apart(labels):
         parts.append(f'<text x="{RIGHT + 6}" y="{height + 4:.1f}" style="fill:var({colour})">{name}</text>')
     title = f"Loss over the number of KV heads: {', '.join(s.short for s in drawn)}"
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{title}">'
-        f"<style>{STYLE}</style>\n" + "\n".join(parts) + "\n</svg>\n"
+    return document(f"0 0 {WIDTH} {HEIGHT}", title, parts)
+
+
+def document(size: str, title: str, parts: Sequence[str]) -> str:
+    """The text of an `.svg` file that follows light and dark, and is light where a viewer knows no CSS variables.
+
+    Args:
+        size: The `viewBox`.
+        title: For screen readers.
+        parts: Elements, coloured by the variables of `STYLE`.
+    """
+    return with_fallbacks(
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{size}" role="img" aria-label="{title}" '
+        f'style="fill:var(--ink)"><style>{STYLE}</style>{BACKGROUND}\n' + "\n".join(parts) + "\n</svg>\n"
     )
 
 

@@ -8,14 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from _headline import STYLE
+from _headline import DASH, GRID, LINE, document
 from _quality_cells import Cell
 from _quality_frontier import Rows, by_configuration
 
 GROUPS = (4, 2)  # the cache sizes drawn, a row of panels each
 AXES = (("flops", "FLOPs, fits included"), ("unique_tokens", "unique tokens"))
 TICKS = (-0.03, -0.01, 0.0, 0.01, 0.03, 0.1, 0.3, 1.0)
-HEIGHT, LEFT, GAP, TOP, PANEL = 320, 52, 44, 56, 264
+HEIGHT, LEFT, GAP, TOP, PANEL = 332, 52, 44, 56, 264
 SOFT = 0.01  # gaps below are drawn on a linear scale, those above on a logarithmic one
 
 
@@ -96,16 +96,16 @@ class _Panel:
 
     def y(self, gap: float) -> float:
         low, high = (math.asinh(g / SOFT) for g in self.gaps)
-        return self.top + (HEIGHT - TOP - 60) * (high - math.asinh(gap / SOFT)) / (high - low)
+        return self.top + (HEIGHT - TOP - 72) * (high - math.asinh(gap / SOFT)) / (high - low)
 
     def frame(self, title: str, name: str, labelled: bool) -> list[str]:
         """Grid, ticks, title and the name of the axis of costs."""
         right, bottom = self.left + PANEL, self.y(self.gaps[0])
         parts = [f'<text x="{self.left}" y="{self.top - 8}" font-weight="bold">{title}</text>']
         for tick in (t for t in TICKS if self.gaps[0] <= t <= self.gaps[1]):
-            dash = " dash" if tick == 0 else ""
+            dash = f" {DASH}" if tick == 0 else ""
             y = f"{self.y(tick):.1f}"
-            parts.append(f'<line class="grid{dash}" x1="{self.left}" x2="{right}" y1="{y}" y2="{y}"/>')
+            parts.append(f'<line {GRID}{dash} x1="{self.left}" x2="{right}" y1="{y}" y2="{y}"/>')
             if labelled:
                 parts.append(
                     f'<text x="{self.left - 6}" y="{self.y(tick) + 4:.1f}" text-anchor="end">{f"{tick:+.2f}" if tick else 0}</text>'
@@ -126,8 +126,8 @@ class _Panel:
         at = [(self.x(p[cost]), self.y(p["gap"])) for p in points]
         path = " ".join(f"{a:.1f},{b:.1f}" for a, b in at)
         dots = [f'<circle cx="{a:.1f}" cy="{b:.1f}" r="3.5" style="fill:var({colour})"/>' for a, b in at]
-        dash = ";stroke-dasharray:5 4" if line.dashed else ""
-        return [f'<polyline class="line" style="stroke:var({colour}){dash}" points="{path}"/>', *dots]
+        dash = f" {DASH}" if line.dashed else ""
+        return [f'<polyline {LINE}{dash} style="stroke:var({colour})" points="{path}"/>', *dots]
 
 
 def _short(cost: float) -> str:
@@ -140,11 +140,12 @@ def chart(record: Mapping[str, Any]) -> str:
     rows, heads = by_configuration(record["entries"]), record["num_kv_heads"]
     drawn = lines(rows, heads)
     points = [p for line in drawn for of_g in line.points.values() for p in of_g]
-    parts, x = [f'<text x="{LEFT - 40}" y="16">gap to the original, nats per token</text>'], float(LEFT)
+    left = LEFT - 40
+    parts, x = [f'<text x="{left}" y="16">gap to the original, nats per token</text>'], float(left)
     for line in (line for line in drawn if not line.dashed):
         parts.append(f'<circle cx="{x + 4:.0f}" cy="31" r="3.5" style="fill:var({line.colour})"/>')
         parts.append(f'<text x="{x + 12:.0f}" y="35" style="fill:var({line.colour})">{line.name}</text>')
-        x += 26 + 6.4 * len(line.name)
+        x += 28 + 6.8 * len(line.name)
     gaps = (1.15 * min(-0.012, *(p["gap"] for p in points)), 1.1 * max(p["gap"] for p in points))
     height = HEIGHT - TOP
     for i, g in enumerate(GROUPS):
@@ -164,7 +165,4 @@ def chart(record: Mapping[str, Any]) -> str:
         parts[0] = parts[0].replace(
             "per token", "per token; solid: distilled, dashed: half of the loss from the text"
         )
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{size}" role="img" aria-label="{title}">'
-        f"<style>{STYLE}</style>\n" + "\n".join(parts) + "\n</svg>\n"
-    )
+    return document(size, title, parts)

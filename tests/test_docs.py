@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from xml.etree import ElementTree
 
 import click
 import pytest
@@ -190,6 +191,20 @@ def test_the_readme_is_short() -> None:
 def test_figures_are_those_of_the_results_and_links_lead_somewhere(command: str) -> None:
     done = subprocess.run([sys.executable, *command.split()], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "docs").rglob("*.svg")), ids=lambda path: path.stem)
+def test_pictures_have_their_colours_where_css_variables_are_unknown(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    style = text[text.index("<style>") : text.index("</style>")]
+    light = dict(re.findall(r"(--\w+):\s*(#\w+)", style[: style.index("@media")]))
+    assert "var(" not in style  # no rule can have an attribute beside it
+    coloured = 0
+    for element in ElementTree.fromstring(text).iter():
+        for name, variable in re.findall(r"([\w-]+):\s*var\((--\w+)\)", element.get("style", "")):
+            assert element.get(name) == light[variable], ElementTree.tostring(element)
+            coloured += 1
+    assert coloured
 
 
 def test_a_broken_link_and_a_missing_heading_are_found(

@@ -132,7 +132,7 @@ def methods_svg(points: Sequence[Point], original: Point | None) -> str:
         base, places, names, y = _known(original) or 0.0, [], [], 0.0
         for g in groups:
             axes.annotate(
-                f"G = {g}", (0, y), xycoords=("axes fraction", "data"), xytext=(3, 0), textcoords="offset points",
+                f"G = {g}", (0, y), xycoords=("axes fraction", "data"), xytext=(9, 0), textcoords="offset points",
                 va="center", fontweight="bold", fontsize=9.5,
             )  # fmt: skip
             y += 1.1

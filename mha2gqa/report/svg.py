@@ -130,9 +130,36 @@ def standalone(svg: str) -> str:
     """
     css = stylesheet()
     palette = css[css.index(":root") : css.index("* {")]
-    style = "svg { background: var(--paper); font-family: sans-serif; }"
+    style = f"<style>{palette}svg {{ font-family: sans-serif; }}</style>{BACKGROUND}"
     place = svg.index(">") + 1
-    return f"{svg[:place]}<style>{palette}{style}</style>{svg[place:]}\n"
+    return with_fallbacks(f"{svg[:place]}{style}{svg[place:]}\n")
+
+
+# A rectangle, because few viewers besides browsers know the CSS property `background` of an SVG.
+BACKGROUND = '<rect width="100%" height="100%" style="fill: var(--paper)"/>'
+
+
+def with_fallbacks(svg: str) -> str:
+    """The picture with every colour once more as an attribute: viewers without CSS variables show the light ones.
+
+    Args:
+        svg: The text of an `.svg` file whose colours are CSS variables in `style` attributes, and whose `:root`
+            declares them.
+
+    Returns:
+        The text; where CSS variables are known it looks as before, because a `style` outranks an attribute.
+
+    Example:
+        >>> with_fallbacks('<style>:root { --s1:#57606a; }</style><path style="fill: var(--s1)"/>')
+        '<style>:root { --s1:#57606a; }</style><path fill="#57606a" style="fill: var(--s1)"/>'
+    """
+    light = dict(re.findall(r"(--\w+):(#\w+)", svg[svg.index(":root") :].partition("}")[0]))
+
+    def both(style: re.Match[str]) -> str:
+        coloured = re.findall(r"(fill|stroke): ?var\((--\w+)\)", style[0])
+        return " ".join([*(f'{name}="{light[variable]}"' for name, variable in coloured), style[0]])
+
+    return re.sub(r'style="[^"]*"', both, svg)
 
 
 def stylesheet() -> str:

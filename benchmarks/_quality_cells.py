@@ -42,7 +42,7 @@ RATES = {
     "ce": (1.2e-4, 2.5e-4, 5e-4, 1e-3),
 }
 # Rates that are tried beyond the grid: of a start whose best one lay at its edge.
-BEYOND = {("kd", "joint"): (2.5e-4, 1.25e-4)}
+BEYOND = {("kd", "joint"): (2.5e-4, 1.25e-4, 6.25e-5), ("mix", "joint"): (1.25e-4, 6.25e-5)}
 DEFAULT_RATES = {"fit": 3e-3, "e2e": 1e-3, "kd": 1e-3, "mix": 5e-4, "ce": 2.5e-4}
 CE_WEIGHT = 0.5  # of the next token's loss in `mix`
 # Tokens per step of uptraining that are tried beside the product's own, and their rates: as the root of the step.
@@ -177,8 +177,9 @@ def text_tuning(g: int, wide: Sequence[int], tokens: int) -> list[Cell]:
     """Rates of uptraining on the text itself, alone and with distillation."""
     plain = Cell("joint", g, "fits", tokens=tokens, part="tuning")
     mixed = [replace(plain, objective="mix", tunes="mix", rate=rate) for rate in RATES["mix"]]
+    beyond = [replace(mixed[0], rate=rate) for rate in BEYOND["mix", "joint"]]
     alone = [replace(plain, objective="ce", tunes="ce", rate=rate) for rate in RATES["ce"]]
-    return [*mixed, *(replace(cell, wide=r) for r in wide for cell in mixed), *alone]
+    return [*beyond, *mixed, *(replace(cell, wide=r) for r in wide for cell in mixed), *alone]
 
 
 def few_unique(groups: Sequence[int], tokens: int, rest: int) -> list[Cell]:
@@ -194,6 +195,17 @@ def few_unique(groups: Sequence[int], tokens: int, rest: int) -> list[Cell]:
         once = [replace(row(g, rest), batch=STEP_TOKENS) for row in (_taught, _mixed)]
         again = replace(_taught(g, PASSES * rest), over="4.2M")
         cells += [*once, again, replace(_taught(g, tokens), over="calibration")]
+    return cells
+
+
+def shorter_fits(groups: Sequence[int], budgets: Sequence[int], seeds: Sequence[int]) -> list[Cell]:
+    """Mean pooling and shorter fits, distilled for the FLOPs of plain fits that were; the first budget with all seeds."""
+    cells = []
+    for seed, tokens in [*((seed, budgets[0]) for seed in seeds), *((seeds[0], n) for n in budgets[1:])]:
+        for like in (_taught(n, tokens) for n in groups):  # of seed 0: seeds differ in no FLOPs
+            shorter = replace(like, tokens=0, equal_to=like.key, seed=seed)
+            cells += [replace(_mean_like(like), seed=seed)]
+            cells += [replace(shorter, fit=fit) for fit in ("refit", "fits100", "fits300")]
     return cells
 
 
@@ -278,7 +290,7 @@ def planned(
     cells += [replace(c, batch=STEP_TOKENS) for c in taught]
     cells += few_unique(list(dict.fromkeys((*bold, *groups))), small, rest)
     cells += other_fits(list(dict.fromkeys((*bold, *groups))), small, seeds)
-    cells += _rest(num_kv_heads, groups, wide, alphas, seeds, bold)
+    cells += _rest(num_kv_heads, groups, wide, alphas, seeds, bold, rest)
     return list({cell.key: cell for cell in cells}.values())
 
 
@@ -289,6 +301,7 @@ def _rest(
     alphas: tuple[int, int],
     seeds: Sequence[int],
     bold: Sequence[int],
+    rest: int,
 ) -> list[Cell]:
     """Every other G, budget and method with the first seed, then what the bold rows leave of the other seeds."""
     small, large = alphas
@@ -307,18 +320,17 @@ def _rest(
     for n in groups:
         cells += [Cell("joint", n, fit) for fit in ("merged", "refit")]
         cells += [Cell("mean", n, "merged"), Cell("align", n, "fits"), Cell("mean", n, "fits")]
-        cells += [
-            Cell("joint", n, fit, objective="kd", equal_to=_taught(n, small).key)
-            for fit in ("refit", "fits100", "fits300")
-        ]
         cells += [Cell("mean", n, "merged", objective="ce", tokens=small)]
+    cells += shorter_fits(groups, alphas, seeds)
     large_rows = [row(n, large) for n in bold for row in (_taught, _mixed)]
     cells += [replace(c, wide=r) for r in wide for c in large_rows if c.groups % r == 0]
     cells += [
         Cell("joint", n, fit, wide=r) for n in bold for r in wide if n % r == 0 for fit in ("merged", "refit")
     ]
     for seed in seeds:
-        cells += [replace(_taught(bold[1], large), seed=seed), Cell("joint", bold[0], "e2e", seed=seed)]
+        cells += [replace(row(bold[1], large), seed=seed) for row in (_taught, _mixed)]
+        cells += [Cell("joint", bold[0], "e2e", seed=seed)]
+        cells += [replace(_taught(bold[0], PASSES * rest), over="4.2M", seed=seed)]
         cells += [Cell("joint", bold[0], "fits", text="generate", seed=seed)]
     return cells
 

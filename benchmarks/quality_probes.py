@@ -8,13 +8,16 @@ All models answer the same questions. Beside checkpoints, `--rows` names rows of
 whose checkpoints its work folder holds:
 
     python benchmarks/quality_probes.py … --ledger ledger.jsonl --work /scratch --rows joint/G4/fits/seed0 …
+
+`--resume` takes over what results of an earlier file answered to the same questions.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +33,9 @@ from _quality_schedule import Scratch
 
 from mha2gqa.checkpoints.loading import load_model, load_tokenizer, resolve_device
 from mha2gqa.data import encode_documents, read_documents
+
+# Results by name, of each probe and length.
+Earlier = Mapping[tuple[str, int], Mapping[str, Any]]
 
 
 def source_of(args: argparse.Namespace) -> Source:
@@ -80,17 +86,31 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
         for name, make in PROBES.items()
         for length in args.lengths
     }
+    earlier = earlier_results(args)
     shares = {"original": answers("original", str(args.model), asked, device)}
     counted = {key: x for key, x in asked.items() if args.all or counts(shares["original"][key])}
     rows: list[dict[str, Any]] = []
     for name, folder in ({} if not counted else checkpoints(args)).items():
         shares[name] = answers(name, folder, counted, device)
-        rows = [row_of(key, {n: x[key] for n, x in shares.items() if key in x}) for key in asked]
+        rows = [row_of(key, {n: x[key] for n, x in shares.items() if key in x}, earlier) for key in asked]
         write(args, rows)
-    return rows or [row_of(key, {"original": x}) for key, x in shares["original"].items()]
+    return rows or [row_of(key, {"original": x}, earlier) for key, x in shares["original"].items()]
 
 
-def row_of(key: tuple[str, int], shares: dict[str, np.ndarray]) -> dict[str, Any]:
+def earlier_results(args: argparse.Namespace) -> Earlier:
+    """What results answered to the same questions in the file of `--resume`, by probe and length; empty without one."""
+    if args.resume is None:
+        return {}
+    record = json.loads(args.resume.read_text(encoding="utf-8"))
+    asked = {"model": args.model.name, "seed": args.seed, "choices": CHOICES}
+    if {name: record.get(name) for name in asked} != asked or record["rows"][0]["texts"] != args.count:
+        raise SystemExit(
+            f"{args.resume}: answers to other questions; resume with its model, --seed and --count"
+        )
+    return {(row["probe"], row["length"]): row["results"] for row in record["rows"]}
+
+
+def row_of(key: tuple[str, int], shares: dict[str, np.ndarray], earlier: Earlier) -> dict[str, Any]:
     """Shares with their standard errors, and how much each result is below the original, question by question."""
     original = shares["original"]
     row = {
@@ -98,7 +118,7 @@ def row_of(key: tuple[str, int], shares: dict[str, np.ndarray]) -> dict[str, Any
         "length": key[1],
         "texts": len(original),
         "counts": counts(original),
-        "results": {},
+        "results": dict(earlier.get(key, {})),
     }
     row |= {
         "original": round(float(original.mean()), 4),
@@ -138,6 +158,7 @@ def parse_args(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--lengths", type=int, nargs="+", default=[256, 512, 1024, 2048], help="tokens of a text")
     add("--count", type=int, default=200, help="texts of each probe and length")
     add("--seed", type=int, default=0)
+    add("--resume", type=Path, help="an earlier file whose results answered the same questions")
     add("--device", default="auto")
     add("--out", type=Path, default=Path("benchmarks/results/quality_probes.json"))
     args = parser.parse_args(words)

@@ -68,6 +68,16 @@ def test_keys_are_unique_and_bold_cells_come_before_the_rest() -> None:
     assert {cell.waits_for for cell in PLAN} - {""} <= set(keys)
 
 
+def test_shorter_fits_and_mean_pooling_spend_the_flops_of_the_plain_fits() -> None:
+    found = [cell for cell in PLAN if cell.equal_to and cell.fit != "fits"]
+    assert {cell.start if cell.fit == "merged" else cell.fit for cell in found} == {
+        "mean", "refit", "fits100", "fits300"
+    }  # fmt: skip
+    small = [cell for cell in found if cell.equal_to.endswith(f"G{cell.groups}/fits/kd-2.71M/seed0")]
+    assert len(small) == 4 * 4 * 3 and {cell.seed for cell in found if cell not in small} == {0}
+    assert all(not cell.tokens and cell.objective == "kd" for cell in found)
+
+
 def test_every_start_is_tuned_on_the_same_rates() -> None:
     tuned: dict[tuple[str, str], list[float]] = {}
     for cell in PLAN:
@@ -363,7 +373,11 @@ def test_a_part_is_read_to_so_many_tokens_where_an_uptraining_passes_over_it(tmp
 
 def test_few_unique_tokens_are_seen_once_and_several_times() -> None:
     found = [cell for cell in PLAN if cell.over or cell.tokens == cells.REST_TOKENS]
-    assert {cell.groups for cell in found} == {8, 4, 2, 1} and len(found) == 16
+    assert {cell.groups for cell in found} == {8, 4, 2, 1}
+    assert len([cell for cell in found if cell.seed == 0]) == 16
+    assert {cell.key for cell in found if cell.seed} == {
+        f"joint/G4/fits/kd-11M/over-4.2M/seed{seed}" for seed in (1, 2)
+    }
     assert cells.REST_TOKENS % cells.STEP_TOKENS == 0
     passes = next(cell for cell in found if cell.over == "4.2M")
     assert passes.tokens == 3 * cells.REST_TOKENS and passes.key == "joint/G4/fits/kd-11M/over-4.2M/seed0"

@@ -111,6 +111,12 @@ def test_results_answer_the_same_questions_as_the_original(tmp_path: Path) -> No
     assert all(row["results"]["same"]["lost"] == 0.0 for row in record["rows"])
     assert all(row["results"].keys() == {"same"} for row in record["rows"])
     assert record["provenance"]["versions"]["torch"] and record["choices"] == 16
+    more = ["--results", f"other={tiny}", "--resume", str(out), "--out", str(tmp_path / "q.json")]
+    quality_probes.main(quality_probes.parse_args([*words, *more]))
+    both = json.loads((tmp_path / "q.json").read_text())
+    assert all(row["results"]["same"] == row["results"]["other"] for row in both["rows"])
+    with pytest.raises(SystemExit, match="other questions"):
+        quality_probes.main(quality_probes.parse_args([*words, *more, "--seed", "1"]))
 
 
 def test_rows_of_a_ledger_are_found_in_its_work_folder(

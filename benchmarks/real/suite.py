@@ -104,8 +104,8 @@ def _whisper(name: str, given: argparse.Namespace) -> Case:
     }
     data["retried"] = (*data["synthetic"], *RETRIED)
     rows = []
-    ways = RATES | {way: words for way, words in OTHER_WAYS.items() if words}  # their default rate is 3e-5
-    ways = RECORDED_RATES if recorded else ways
+    others = {way: words for way, words in OTHER_WAYS.items() if words}  # their default rate is 3e-5
+    ways = (RECORDED_RATES if recorded else RATES) | others
     for groups in {"whisper-tiny.en": (3, 2), "whisper-tiny.en-recorded": (3,)}.get(name, (4,)):
         data_of_run, tokens = str(speech / trained), given.pair_tokens or "300k"
         rows += _seq2seq_rows(groups, read, data_of_run, tokens, ways, words)

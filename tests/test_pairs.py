@@ -14,12 +14,13 @@ import pyarrow.parquet
 import pytest
 import soundfile
 import torch
-from seq2seq_models import RATE, audio_folder, saved, saved_whisper, tone
+from seq2seq_models import RATE, audio_folder, saved, saved_nllb, saved_whisper, tone
 from transformers import AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
 
 from mha2gqa.data.audio import Audio, to_audio
 from mha2gqa.data.generation import _Sampled, decode, generate_ids, repeats, with_targets
 from mha2gqa.data.pairs import Pair, PairOptions, PairSource, recordings
+from mha2gqa.data.prompts import _some_of, languages
 from mha2gqa.data.seq2seq import PairEncoder, open_encoder, pad_encoder
 from mha2gqa.errors import DataError, UsageError
 
@@ -162,7 +163,7 @@ def test_recordings_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         with pytest.raises(DataError, match=message):
             to_audio(name, "a:1", tmp_path).load(RATE)
         with pytest.raises(DataError, match=message):
-            to_audio(name, "a:1", tmp_path).check()
+            to_audio(name, "a:1", tmp_path).check(RATE)
     with pytest.raises(DataError, match=r"a:1: no such recording: none.wav"):
         to_audio("none.wav", "a:1", tmp_path)
     with pytest.raises(DataError, match="a int is not a recording"):
@@ -174,7 +175,84 @@ def test_recordings_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             UsageError, match=rf"{module.split('.')[0]}.* is not installed; run pip install 'mha2gqa.audio.'"
         ):
             to_audio(name, "a:1", tmp_path).load(RATE)
+        with pytest.raises(UsageError, match="is not installed"):  # before the work already
+            to_audio(name, "a:1", tmp_path).check(RATE)
         monkeypatch.undo()
+
+
+def test_samples_that_are_no_sound(tmp_path: Path) -> None:
+    for number, (value, message) in enumerate(
+        (
+            (np.nan, "a:1: a recording with samples of nan or inf; convert it anew, or remove it"),
+            (np.inf, "a:1: a recording with samples of nan or inf"),
+            (
+                -12_000.0,
+                "samples up to 12,000, where full scale is 1; divide them by their full scale, 32,768",
+            ),
+        )
+    ):
+        samples = np.where(np.arange(400) == 7, value, 0.1).astype(np.float32)
+        soundfile.write(tmp_path / f"{number}.wav", samples, RATE, subtype="FLOAT")
+        for given in (f"{number}.wav", {"array": samples, "sampling_rate": RATE}):
+            with pytest.raises(DataError, match=message):
+                to_audio(given, "a:1", tmp_path).load(RATE)
+    for array, message in (
+        (np.zeros((2, 3, 4)), "a:1: an array of 3 axes is not a recording"),
+        ([1, 2], "a:1: samples of int64 have no known full scale; give floats between -1 and 1, or int16"),
+    ):
+        with pytest.raises(DataError, match=message):
+            to_audio({"array": array, "sampling_rate": RATE}, "a:1")
+    with pytest.raises(DataError, match="a:1: a recording of no samples; remove it"):
+        to_audio({"array": np.zeros(0), "sampling_rate": RATE}, "a:1").check(RATE)
+
+
+def test_arrays_of_every_shape_and_scale() -> None:
+    right = tone(0.1)
+    whole = np.rint(right * 32_768)
+    stereo = np.stack([2 * right, np.zeros_like(right)])
+    for array in (
+        right.astype(np.float64),
+        stereo,
+        stereo.T,
+        right[None],
+        whole.astype(np.int16),
+        (whole * 65_536).astype(np.int32),
+        (whole // 256 + 128).astype(np.uint8),
+    ):
+        samples, own = to_audio({"array": array, "sampling_rate": RATE}, "a:1").load(RATE)
+        tolerance = 1 / 127 if array.dtype == np.uint8 else 1 / 32_000
+        assert own == RATE and samples.dtype == np.float32 and samples.shape == right.shape
+        np.testing.assert_allclose(samples, right, atol=tolerance)
+
+
+def test_tables_of_recordings_with_gaps_and_odd_headers(tmp_path: Path) -> None:
+    folder = audio_folder(tmp_path / "a", ["w1", "w2", "w3"])
+    table = folder / "metadata.csv"
+
+    def found(**options: Any) -> tuple[list[str | None], int]:
+        source = PairSource(folder, audio=True, **options)
+        return [pair.target for pair in source], source.empty
+
+    table.write_bytes(b'\xef\xbb\xbf"file_name","text"\r\n"a0.wav","w1, ""w2"""\r\n,w2\r\na1.wav,\r\n')
+    assert found() == (['w1, "w2"'], 2) and found(targets=False) == ([None, None], 1)
+    table.write_text("file_name,said.de\na0.wav,w1\n")
+    assert found(target_column="said.de") == (["w1"], 0)
+    for text, message in (
+        ("file_name,text\n", "there are no pairs in it"),
+        ("", "there are no pairs in it"),
+        (
+            "file_name,text,text\na0.wav,w1,w2\n",
+            "metadata.csv: two columns 'text'; give each a name of its own",
+        ),
+        ("file_name, text\na0.wav,w1\n", "no column 'text'; the columns are ' text', file_name"),
+        ('file_name,"text" a\na0.wav,w1\n', "metadata.csv:1: not CSV"),
+        ("file_name,text\n,w1\n,w2\n", "all its 2 rows lack a source or a target"),
+    ):
+        table.write_text(text)
+        with pytest.raises(DataError, match=message):
+            found()
+    table.write_text("file_name,text,note,note\na0.wav,w1,x,y\n")  # which nobody reads
+    assert found() == (["w1"], 0)
 
 
 # --- encoding ------------------------------------------------------------------------------------------
@@ -249,7 +327,7 @@ def test_the_prompt_of_whisper(models: dict[str, Path], tmp_path: Path) -> None:
     for options, message in (
         (PairOptions(), "needs the language that is spoken; name it with --source-lang"),
         (PairOptions(source_language="xx"), "--source-lang xx: is not a language of Whisper; codes are af"),
-        (PairOptions(source_language="fr"), r"has no token <\|fr\|>"),
+        (PairOptions(source_language="fr"), "--source-lang fr: .* has no language fr; it has de, en$"),
         (PairOptions(source_language="en", task="sing"), "--task sing: must be transcribe or translate"),
         (
             PairOptions(source_language="de", target_language="fr"),
@@ -299,11 +377,40 @@ def test_languages_of_translation_models(models: dict[str, Path]) -> None:
     with pytest.raises(UsageError, match="needs the language of the targets; name it with --target-lang"):
         PairEncoder(Nllb(), raw, PairOptions())  # type: ignore[arg-type]
     with pytest.raises(
-        UsageError, match="--target-lang: the tokenizer of model has no token xxx_Latn; it has deu_Latn"
+        UsageError,
+        match="--target-lang: the tokenizer of model has no language xxx_Latn; it has deu_Latn, eng_Latn",
     ):
         PairEncoder(Nllb(), raw, PairOptions(target_language="xxx_Latn"))  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="knows no languages"):
         PairEncoder(AutoTokenizer.from_pretrained(models["marian"]), raw, options)
+
+
+def test_a_piece_of_a_word_is_no_language(tmp_path: Path) -> None:
+    """NLLB's vocabulary has `en`, which is not its English."""
+    from transformers import MBartTokenizer, NllbTokenizer
+
+    folder = saved_nllb(tmp_path / "nllb")
+    assert open_encoder(folder, PairOptions(target_language="deu_Latn")).prompt[1:] == [
+        NllbTokenizer.from_pretrained(folder).convert_tokens_to_ids("deu_Latn")
+    ]
+    for options in (
+        {"target_language": "w"},
+        {"target_language": "deu_Latn", "source_language": "1"},
+        {"target_language": "<s>"},
+    ):
+        with pytest.raises(
+            UsageError, match=r"-lang: the tokenizer of .* has no language .*; it has deu_Latn, "
+        ):
+            open_encoder(folder, PairOptions(**options))
+    pieces = {piece: i for i, piece in enumerate(["<s>", "<pad>", "</s>", "<unk>", "▁", "de"])}
+    many = languages(NllbTokenizer(pieces))
+    assert len(many) == 202 and "de" not in many
+    assert _some_of(many, "de") == "it has deu_Latn and 201 more"
+    assert _some_of(many, "xx").startswith("it has ace_Arab, ace_Latn, ") and "and 194 more" in _some_of(
+        many, "xx"
+    )
+    mbart = languages(MBartTokenizer(vocab=[(piece, 0.0) for piece in pieces]))
+    assert len(mbart) == 25 and {"de_DE", "en_XX"} <= set(mbart)
 
 
 def test_long_sources_are_cut_and_long_targets_refused(models: dict[str, Path], tmp_path: Path) -> None:

@@ -16,6 +16,8 @@ from ..errors import DataError, UsageError, reason
 AUDIO_SUFFIXES = (".wav", ".flac", ".ogg", ".oga", ".opus", ".mp3", ".aiff", ".aif", ".au", ".w64")
 FEATURE_BYTES = 1 << 30  # of features kept at a time: a thousand recordings of Whisper
 INSTALL = "run pip install 'mha2gqa[audio]'"
+INTEGERS = ("uint8", "int16", "int32")  # of sound
+LOUDEST = 100.0  # full scale is 1; a decoder of MP3 may go a little beyond, samples of 16 bits far
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,8 @@ class Audio:
         place: For messages: the file, or `file:line` of what names it.
         path: The file, where there is one.
         data: Its bytes (a WAV or FLAC file in a column), where there are.
-        samples: float32 `[n]`, already decoded, with their `rate`.
+        samples: Already decoded, `[n]`, or `[n, c]` or `[c, n]` of several channels: floats between -1 and 1, or
+            integers of 8, 16 or 32 bits.
         rate: Sampling rate of `samples`.
     """
 
@@ -36,15 +39,24 @@ class Audio:
     samples: np.ndarray | None = None
     rate: int | None = None
 
-    def check(self) -> None:
+    def check(self, rate: int, least: int = 1) -> None:
         """Look at the header only.
 
+        Args:
+            rate: Of the model, in Hz.
+            least: Samples at that rate that the model needs.
+
         Raises:
-            DataError: There is no such file, it is none of sound, or it is empty.
+            DataError: There is no such file, it is none of sound, or it is too short.
+            UsageError: What decodes or resamples is not installed.
         """
         if self.samples is None:
-            frames, _ = _header(self)
-            _check_length(frames, self)
+            frames, own = _header(self)
+        else:
+            frames, own = max(self.samples.shape), self.rate or rate
+        check_length(-(-frames * rate // own), self.place, least)
+        if own != rate:
+            _resampler(own, rate)
 
     def load(self, rate: int) -> tuple[np.ndarray, int]:
         """Samples of one channel at `rate` Hz, float32 `[n]` between -1 and 1; and the recording's own rate.
@@ -54,8 +66,9 @@ class Audio:
             UsageError: What decodes or resamples is not installed.
         """
         samples, own = _decoded(self)
-        _check_length(len(samples), self)
+        check_length(len(samples), self.place)
         mono = samples.mean(axis=1) if samples.ndim == 2 else samples
+        _check_scale(mono, self.place)
         return _resampled(mono.astype(np.float32), own, rate), own
 
 
@@ -87,12 +100,12 @@ def to_audio(value: Any, place: str, folder: Path | None = None) -> Audio:
     """A recording from a value of a column: a path, the bytes or samples that `datasets` holds.
 
     Args:
-        value: `str`, `{"bytes": …, "path": …}`, or `{"array": …, "sampling_rate": …}`.
+        value: `str`, `bytes`, `{"bytes": …, "path": …}`, or `{"array": …, "sampling_rate": …}`.
         place: Where it stands.
         folder: What relative paths are relative to.
 
     Raises:
-        DataError: Something else, or no such file.
+        DataError: Something else, no such file, or an array that cannot be sound.
     """
     if isinstance(value, str | Path) and str(value):
         path = Path(value).expanduser()
@@ -100,9 +113,11 @@ def to_audio(value: Any, place: str, folder: Path | None = None) -> Audio:
         if not path.is_file():
             raise DataError(f"no such recording: {value}", where=place, fix="paths are relative to the table")
         return Audio(place, path)
+    if isinstance(value, bytes) and value:
+        return Audio(place, data=value)
     if isinstance(value, dict):
         if value.get("array") is not None and value.get("sampling_rate"):
-            return Audio(place, samples=np.asarray(value["array"]), rate=int(value["sampling_rate"]))
+            return Audio(place, samples=_array(value["array"], place), rate=int(value["sampling_rate"]))
         if value.get("bytes"):
             return Audio(place, data=bytes(value["bytes"]))
         if value.get("path"):
@@ -110,6 +125,24 @@ def to_audio(value: Any, place: str, folder: Path | None = None) -> Audio:
     raise DataError(
         f"a {type(value).__name__} is not a recording", where=place, fix="name the column of audio"
     )
+
+
+def _array(value: Any, place: str) -> np.ndarray:
+    """Samples that a column holds, as they are.
+
+    Raises:
+        DataError: They have no channels, or are of a kind whose full scale is not known.
+    """
+    samples = np.asarray(value)
+    if samples.ndim not in (1, 2):
+        raise DataError(f"an array of {samples.ndim} axes is not a recording", where=place, fix="give [n]")
+    if samples.dtype.kind != "f" and samples.dtype not in INTEGERS:
+        raise DataError(
+            f"samples of {samples.dtype} have no known full scale",
+            where=place,
+            fix="give floats between -1 and 1, or int16",
+        )
+    return samples
 
 
 def _soundfile() -> Any:
@@ -137,7 +170,8 @@ def _header(audio: Audio) -> tuple[int, int]:
 
 def _decoded(audio: Audio) -> tuple[np.ndarray, int]:
     if audio.samples is not None:
-        return audio.samples, audio.rate or 0
+        samples = audio.samples if audio.samples.ndim == 1 else _time_first(audio.samples)
+        return _full_scale(samples), audio.rate or 0
     soundfile = _soundfile()
     try:
         samples, rate = soundfile.read(_opened(audio), dtype="float32")
@@ -154,20 +188,66 @@ def _unreadable(audio: Audio, error: Exception) -> DataError:
     )
 
 
-def _check_length(frames: int, audio: Audio) -> None:
-    if frames == 0:
-        raise DataError("a recording of no samples", where=audio.place, fix="remove it")
+def _time_first(samples: np.ndarray) -> np.ndarray:
+    """Samples `[n, c]`, of which some libraries make `[c, n]`: there are fewer channels than samples."""
+    return samples.T if samples.shape[0] < samples.shape[1] else samples
+
+
+def _full_scale(samples: np.ndarray) -> np.ndarray:
+    """Integers between -1 and 1, floats as they are."""
+    if samples.dtype.kind == "f":
+        return samples
+    half = float(1 << (8 * samples.dtype.itemsize - 1))
+    return (samples.astype(np.float32) - (half if samples.dtype.kind == "u" else 0)) / half
+
+
+def check_length(samples: int, place: str, least: int = 1) -> None:
+    """Refuse a recording that is empty, or shorter than a model hears.
+
+    Raises:
+        DataError: It is.
+    """
+    if samples < least:
+        short = f"; the model needs {least}" if samples else ""
+        raise DataError(
+            f"a recording of {samples or 'no'} sample{'s' * (samples != 1)}{short}",
+            where=place,
+            fix="remove it",
+        )
+
+
+def _check_scale(samples: np.ndarray, place: str) -> None:
+    """Refuse samples that are no sound.
+
+    Raises:
+        DataError: Some are not finite, or far beyond full scale.
+    """
+    peak = float(np.abs(samples).max())
+    if not math.isfinite(peak):
+        raise DataError(
+            "a recording with samples of nan or inf", where=place, fix="convert it anew, or remove it"
+        )
+    if peak > LOUDEST:
+        raise DataError(
+            f"a recording with samples up to {peak:,.0f}, where full scale is 1",
+            where=place,
+            fix="divide them by their full scale, 32,768 for 16 bits",
+        )
 
 
 def _resampled(samples: np.ndarray, own: int, rate: int) -> np.ndarray:
     """Samples at another rate, by a polyphase filter."""
     if own == rate:
         return samples
+    common = math.gcd(own, rate)
+    return np.asarray(_resampler(own, rate)(samples, rate // common, own // common), dtype=np.float32)
+
+
+def _resampler(own: int, rate: int) -> Any:
     try:
         from scipy.signal import resample_poly
     except ImportError as error:
         raise UsageError(
             f"scipy, which brings {own} Hz to {rate} Hz, is not installed", where="audio", fix=INSTALL
         ) from error
-    common = math.gcd(own, rate)
-    return np.asarray(resample_poly(samples, rate // common, own // common), dtype=np.float32)
+    return resample_poly

@@ -55,10 +55,16 @@ def require_columns(columns: Sequence[str], names: Iterable[str], where: object)
     for column in columns:
         if column not in there:
             raise DataError(
-                f"no column {column!r}; the columns are {', '.join(sorted(map(str, there))) or 'none'}",
+                f"no column {column!r}; the columns are {shown_columns(there)}",
                 where=where,
                 fix="choose one with --text-column",
             )
+
+
+def shown_columns(names: Iterable[object]) -> str:
+    """Names of columns for a message, in quotes where a space before or behind would not be seen."""
+    shown = (name if name == name.strip() else repr(name) for name in map(str, names))
+    return ", ".join(sorted(shown)) or "none"
 
 
 def _read_jsonl(file: SourceFile, columns: Sequence[str]) -> Iterator[Record]:
@@ -84,12 +90,11 @@ def _read_jsonl(file: SourceFile, columns: Sequence[str]) -> Iterator[Record]:
 
 
 def _read_csv(file: SourceFile, columns: Sequence[str]) -> Iterator[Record]:
-    csv.field_size_limit(LINE_BYTES)
-    delimiter = "\t" if file.format == "tsv" else ","
-    rows = csv.reader((line for _, line in lines(file)), delimiter=delimiter, strict=True)
-    try:
+    with _csv_rows(file) as rows:
         header = next(rows, [])
         require_columns(columns, header, file)
+        if twice := [column for column in columns if header.count(column) > 1]:
+            raise DataError(f"two columns {twice[0]!r}", where=file, fix="give each a name of its own")
         for row in rows:
             if not row:
                 continue
@@ -100,6 +105,20 @@ def _read_csv(file: SourceFile, columns: Sequence[str]) -> Iterator[Record]:
                     fix="check quotes and delimiters",
                 )
             yield dict(zip(header, row, strict=True)), f"{file}:{rows.line_num}"
+
+
+@contextlib.contextmanager
+def _csv_rows(file: SourceFile) -> Iterator[Any]:
+    """The rows of a CSV or TSV file, as `csv.reader` gives them.
+
+    Raises:
+        DataError: One is not CSV.
+    """
+    csv.field_size_limit(LINE_BYTES)
+    delimiter = "\t" if file.format == "tsv" else ","
+    rows = csv.reader((line for _, line in lines(file)), delimiter=delimiter, strict=True)
+    try:
+        yield rows
     except csv.Error as error:
         raise DataError(
             f"not {file.format.upper()} ({reason(error)})", where=f"{file}:{rows.line_num}"
@@ -227,6 +246,9 @@ def column_names(file: SourceFile) -> list[str]:
     if file.format == "arrow":
         with _arrow(file) as (schema, _):
             return list(schema.names)
+    if file.format in ("csv", "tsv"):
+        with _csv_rows(file) as rows:
+            return list(next(rows, []))
     first = next(records(file, ()), None)
     return [] if first is None else list(first[0])
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import glob
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from itertools import islice
 from pathlib import Path
@@ -14,7 +14,7 @@ from ..config.pair_options import PairConfig
 from ..errors import DataError, Mha2gqaError, UsageError, reason
 from ..modeling import PREFIX
 from .audio import AUDIO_SUFFIXES, Audio, to_audio
-from .formats import column_names, hub_records, records, undecoded
+from .formats import column_names, hub_records, records, shown_columns, undecoded
 from .memory import IN_MEMORY, names_or_items
 from .sniffing import Sniffed, SourceFile, by_name, exists, sniff
 
@@ -155,8 +155,11 @@ class PairSource:
     def _from_table(self, file: SourceFile) -> Iterator[Pair]:
         if file.format == "text":
             raise self._text_only(file)
-        source, target = self._columns(column_names(file), file)
-        columns = [column.partition(".")[0] for column in (source, target) if column]
+        names = column_names(file)
+        if not names:
+            return
+        source, target = self._columns(names, file)
+        columns = [_stored(column, names) for column in (source, target) if column]
         for record, place in records(file, columns):
             yield self._pair(record, source, target, place, file.path.parent)
 
@@ -211,7 +214,7 @@ class PairSource:
         found = []
         for asked, known in zip(self._asked, (sources, targets), strict=True):
             column = asked or next((name for name in known if name in names), None)
-            if column is None or column.partition(".")[0] not in names:
+            if column is None or _stored(column, names) not in names:
                 column = None
             found.append((column, asked or known[0]))
         (source, _), (target, _) = found
@@ -222,13 +225,13 @@ class PairSource:
         ]
         if source is None or missing:
             raise DataError(
-                f"no column {' or '.join(map(repr, missing))}; the columns are {', '.join(sorted(names)) or 'none'}",
+                f"no column {' or '.join(map(repr, missing))}; the columns are {shown_columns(names)}",
                 where=where,
-                fix=self._needed(source is None),
+                fix=self._needed(source is None, "translation" in names),
             )
         return source, target if self.targets else None
 
-    def _needed(self, lacks_source: bool = True) -> str:
+    def _needed(self, lacks_source: bool = True, nested: bool = False) -> str:
         generate = "let the original write the targets with --targets generate"
         if self.audio and lacks_source:
             return (
@@ -238,10 +241,8 @@ class PairSource:
         if not self.targets:
             return "give a table (JSONL, CSV, Parquet) with a column source or text, or name it with --source-column"
         kinds = "audio and text" if self.audio else "source and target"
-        return (
-            f"an encoder-decoder needs the columns {kinds}: name them with --source-column and --target-column, "
-            f"or {generate}"
-        )
+        named = "--source-column and --target-column" + (", such as translation.en" if nested else "")
+        return f"an encoder-decoder needs the columns {kinds}: name them with {named}, or {generate}"
 
     def _text_only(self, where: object) -> DataError:
         return DataError("plain text is not a pair", where=where, fix=self._needed())
@@ -251,9 +252,9 @@ class PairSource:
     ) -> Pair:
         said = _text(_field(record, target), target, place) if target else None
         value = _field(record, source)
-        if self.audio:
+        if self.audio and not _is_empty(value):
             return Pair(value if isinstance(value, Audio) else to_audio(value, place, folder), said, place)
-        return Pair(_text(value, source, place), said, place)
+        return Pair("" if self.audio else _text(value, source, place), said, place)
 
 
 def trained_on(config: Mapping[str, Any]) -> Literal["text", "pairs", "audio"]:
@@ -309,7 +310,21 @@ def recordings(name: str) -> list[Path]:
     return sorted(p for p in path.rglob("*") if p.suffix.lower() in AUDIO_SUFFIXES and p.is_file())
 
 
+def _is_empty(value: Any) -> bool:
+    """Whether a value of a column of recordings holds none."""
+    if isinstance(value, Mapping):
+        return all(_is_empty(part) for part in value.values())
+    return value is None or (isinstance(value, str | bytes) and not value.strip())
+
+
+def _stored(column: str, names: Collection[str]) -> str:
+    """The column of a table that `column` is, or is a field of."""
+    return column if column in names else column.partition(".")[0]
+
+
 def _field(record: Mapping[str, Any], column: str) -> Any:
+    if column in record:
+        return record[column]
     value: Any = record
     for part in column.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..errors import DataError, UsageError
@@ -75,8 +75,12 @@ def _set_languages(tokenizer: Any, options: PairOptions, name: str) -> int:
     """Tell the tokenizer its languages; the id of the target's."""
     source = options.source_language or tokenizer.src_lang
     target = options.target_language or getattr(tokenizer, "tgt_lang", None)
-    if target is None:
-        raise UsageError("needs the language of the targets", where=name, fix="name it with --target-lang")
+    for language, kind, option in (
+        (source, "sources", "--source-lang"),
+        (target, "targets", "--target-lang"),
+    ):
+        if language is None:
+            raise UsageError(f"needs the language of the {kind}", where=name, fix=f"name it with {option}")
     _language_id(tokenizer, source, "--source-lang", name)
     found = _language_id(tokenizer, target, "--target-lang", name)
     tokenizer.src_lang, tokenizer.tgt_lang = source, target
@@ -84,32 +88,48 @@ def _set_languages(tokenizer: Any, options: PairOptions, name: str) -> int:
 
 
 def _language_id(tokenizer: Any, code: str, option: str, name: str) -> int:
+    """The id of a language's token.
+
+    Raises:
+        UsageError: The tokenizer does not have the language; those that look like it are named, or some.
+    """
+    known = languages(tokenizer)
+    if code not in known:
+        raise UsageError(
+            f"the tokenizer of {name} has no language {code}", where=option, fix=_some_of(known, code)
+        )
+    return int(tokenizer.convert_tokens_to_ids(known[code]))
+
+
+def languages(tokenizer: Any) -> dict[str, str]:
+    """The languages of a tokenizer, as its `src_lang` spells them, and their tokens.
+
+    Not every token is one: `en` is also a piece of a word to NLLB, whose English is `eng_Latn`.
+    """
     tokens = getattr(tokenizer, "lang_code_to_token", None)  # M2M100: `fr` is `__fr__`
-    return _special(tokenizer, tokens.get(code, code) if isinstance(tokens, dict) else code, option, name)
+    if not isinstance(tokens, Mapping):
+        ids = getattr(tokenizer, "lang_code_to_id", None)  # mBART, PLBART
+        codes = (
+            ids if isinstance(ids, Mapping) else tokenizer.get_added_vocab()
+        )  # of NLLB all that are no marks
+        tokens = {code: code for code in codes if not code.startswith(("<", "["))}
+    return {code: token for code, token in tokens.items() if _id(tokenizer, token) is not None}
+
+
+def _some_of(known: Collection[str], code: str) -> str:
+    """Languages that a code may have meant; some where none is like it."""
+    if not known:
+        return "use the tokenizer the model came with"
+    like = [k for k in known if k.startswith(code[:2]) or code.startswith(k)]
+    shown = sorted(like or known)[:8]
+    more = len(known) - len(shown)
+    return f"it has {', '.join(shown)}{f' and {more} more' if more else ''}"
 
 
 def _ends_with_language(tokenizer: Any) -> bool:
     """Whether targets end with their language (mBART; those of mBART-50 begin with it)."""
     ids = tokenizer(text_target="a")["input_ids"]
     return bool(ids) and ids[-1] != tokenizer.eos_token_id
-
-
-def _special(tokenizer: PreTrainedTokenizerBase, token: str, option: str, name: str) -> int:
-    """The id of a token by name.
-
-    Raises:
-        UsageError: The tokenizer does not have it; some that it has are named.
-    """
-    found: Any = tokenizer.convert_tokens_to_ids(token)
-    if found is None or found == tokenizer.unk_token_id:
-        known = sorted(t for t in tokenizer.get_added_vocab() if "_" in t.strip("_") or t.startswith("__"))
-        fix = f"it has {', '.join(known[:8])}{' …' if len(known) > 8 else ''}" if known else None
-        raise UsageError(
-            f"the tokenizer of {name} has no token {token}",
-            where=option,
-            fix=fix or "use the tokenizer the model came with",
-        )
-    return int(found)
 
 
 def _whisper(
@@ -129,11 +149,49 @@ def _whisper(
             )
         if options.task not in ("transcribe", "translate"):
             raise UsageError("must be transcribe or translate", where=f"--task {options.task}")
-        names += [f"<|{whisper_language(language)}|>", f"<|{options.task}|>"]
+        names += [_whisper_token(tokenizer, whisper_language(language), name), f"<|{options.task}|>"]
     elif options.task != "transcribe" or (language and whisper_language(language) != "en"):
         raise UsageError("transcribes English only", where=name, fix="leave languages and --task out")
     names.append("<|notimestamps|>")
-    return [_special(tokenizer, token, "--source-lang", name) for token in names]
+    return [_mark(tokenizer, token, name) for token in names]
+
+
+def _whisper_token(tokenizer: PreTrainedTokenizerBase, code: str, name: str) -> str:
+    """Whisper's token of a language.
+
+    Raises:
+        UsageError: This one's tokenizer does not have it, as those before large-v3 have no Cantonese.
+    """
+    from transformers.models.whisper.tokenization_whisper import LANGUAGES
+
+    known = [c for c in LANGUAGES if _id(tokenizer, f"<|{c}|>") is not None]
+    if code not in known:
+        raise UsageError(
+            f"the tokenizer of {name} has no language {code}",
+            where=f"--source-lang {code}",
+            fix=_some_of(known, code),
+        )
+    return f"<|{code}|>"
+
+
+def _mark(tokenizer: PreTrainedTokenizerBase, token: str, name: str) -> int:
+    """The id of a mark that every Whisper has.
+
+    Raises:
+        DataError: It is missing.
+    """
+    found = _id(tokenizer, token)
+    if found is None:
+        raise DataError(
+            f"its tokenizer has no {token}", where=name, fix="use the tokenizer the model came with"
+        )
+    return found
+
+
+def _id(tokenizer: PreTrainedTokenizerBase, token: str) -> int | None:
+    """The id of a token by name, None where there is none."""
+    found: Any = tokenizer.convert_tokens_to_ids(token)
+    return None if found is None or found == tokenizer.unk_token_id else int(found)
 
 
 def _check_written(options: PairOptions) -> None:

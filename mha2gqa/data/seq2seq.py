@@ -16,7 +16,7 @@ from torch import Tensor
 from ..checkpoints.hf_config import known_config, load_config_json
 from ..checkpoints.loading import load_tokenizer
 from ..errors import CheckpointError, DataError, UsageError, reason
-from .audio import Audio, KeptFeatures
+from .audio import Audio, KeptFeatures, check_length
 from .pairs import Pair, PairOptions, stock_type
 from .pairs import is_audio as is_audio
 from .prompts import WHISPER, WRAPPED, decoder_prompt
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 IGNORE_INDEX = -100
 SAMPLES_A_POSITION = 320  # of sound, about
 UNMASKED = (WHISPER,)  # encoders that attend to all of their input, silence behind a recording included
+LEAST_SAMPLES = {"moonshine": 895}  # of which the encoder's convolutions leave one position
 NO_LIMIT = 10**9  # a tokenizer's `model_max_length` beyond this means that none is known
 SOURCE_LIMITS = ("max_source_positions", "max_encoder_position_embeddings", "max_position_embeddings")
 TARGET_LIMITS = ("max_target_positions", "max_decoder_position_embeddings", "max_position_embeddings")
@@ -204,6 +205,7 @@ class PairEncoder:
         """float32 `[n]` of one channel at the model's rate, no more than it hears."""
         rate = int(self.extractor.sampling_rate)
         samples, own = audio.load(rate)
+        check_length(len(samples), audio.place, self._least)
         self.resampled += own != rate
         self.silent += not samples.any()
         longest = getattr(self.extractor, "n_samples", None)
@@ -231,6 +233,11 @@ class PairEncoder:
         except Exception as error:  # of the extractor's own code
             raise DataError(f"no features ({reason(error)})", where=place) from error
         return np.asarray(features[self._input_name()][0], dtype=np.float32)
+
+    @property
+    def _least(self) -> int:
+        """Samples that a recording must have."""
+        return LEAST_SAMPLES.get(self.model_type, 1)
 
     def _input_name(self) -> str:
         return str(self.extractor.model_input_names[0]) if self.audio else "input_ids"
@@ -266,7 +273,7 @@ class PairEncoder:
         """
         for pair in pairs:
             if isinstance(pair.source, Audio):
-                pair.source.check()
+                pair.source.check(int(self.extractor.sampling_rate), self._least)
             self._checked_decoder(pair)
 
     def collate(self, examples: Sequence[Example]) -> ExampleSet:

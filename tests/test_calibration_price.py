@@ -61,6 +61,34 @@ def test_plan_tells_the_price_and_what_does_not_fit(tmp_path: Path) -> None:
     assert half["regression"]["seconds"] < roomy.calibration["regression"]["seconds"]
 
 
+def test_batches_in_blocks_and_distillation_have_their_price(tmp_path: Path) -> None:
+    large = llama_shape(tmp_path, *SHAPES["7b"][:3], 32)
+
+    def asked(**fit: Any) -> Any:
+        return plan(large, groups=8, fit=fit)
+
+    def price(**fit: Any) -> Any:
+        return asked(**fit).calibration["regression"]
+
+    assert price(batch_size=64) == price(batch_tokens=64 * 512) != price()
+    assert price(batch_size=512) == price(batch_tokens=524_288 // 8)  # the text fills a step several times
+    long, few = asked(distill_steps=300), asked(distill_steps=150)
+    whole = long.calibration["distillation"]
+    assert whole["seconds"] == pytest.approx(2 * few.calibration["distillation"]["seconds"], abs=0.1)
+    before, after = long.parameters["before"], long.parameters["after"]
+    trained = 32 * (2 * 4096 * 4096 + 2 * 1024 * 4096)  # q and o, k and v
+    assert whole["device_bytes"] == 2 * (before + after) + 16 * trained and whole["fits"]
+    assert asked().calibration["distillation"] == {}
+    small = plan(large, groups=8, fit={"distill_steps": 300}, gpu_memory=40e9)
+    says = (
+        f"both models and the optimiser need {whole['device_bytes'] / 1e9:.1f} GB, a device has 40.0 GB free"
+    )
+    assert any(says in warning for warning in small.warnings)
+    unread = plan(large, groups=8, fit={"rest_rate": 0.1}).warnings
+    assert "--fit rest_rate has no effect without train=layer" in unread
+    assert any("--effort have no effect" in w for w in plan(large, groups=32, effort="quick").warnings)
+
+
 def test_plan_prices_what_the_fits_are_asked_and_repeats_it(tmp_path: Path) -> None:
     """Whole layers cost about 1.3 times the steps of attention alone; the command to copy is what was priced."""
     folder = tmp_path / "my model"

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from conftest import pico_llama, word_tokenizer
+from training import write_text
 
 from mha2gqa import convert, uptrain
 from mha2gqa.assets import tiny_model_path
@@ -62,9 +64,9 @@ def test_weights_of_either_format_are_told_apart(tmp_path: Path) -> None:
         folder = tmp_path / name
         folder.mkdir()
         (folder / name).write_bytes(b"1")
-        before = sampling._model_id(folder, {})
+        before = sampling._fingerprint(folder)
         (folder / name).write_bytes(b"12")
-        assert sampling._model_id(folder, {}) != before
+        assert sampling._fingerprint(folder) != before
 
 
 def test_text_that_was_changed_or_is_not_ours_is_never_written_over(tmp_path: Path) -> None:
@@ -149,6 +151,61 @@ def test_a_conversion_calibrates_on_what_its_original_writes(
     assert again.calibration["losses"] == first.calibration["losses"]
 
 
+def test_nothing_is_sampled_for_what_is_refused_or_reads_no_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, other, out = tmp_path / "mha", tmp_path / "other", tmp_path / "out"
+    for factor, folder in ((1, source), (2, other)):
+        model = pico_llama()
+        model.model.layers[0].self_attn.q_proj.weight.data *= factor
+        model.save_pretrained(folder)
+        word_tokenizer(folder, bos=True)
+    text = str(write_text(tmp_path / "t.jsonl"))
+    words = {"calibration_tokens": 600, "calibration_window": 16, "device": "cpu"}
+    merged = {"refit": False, "reconstruct": False}
+    convert(other, tmp_path / "a", 2, calibration=text, statistics=tmp_path / "st", **merged, **words)
+    (tmp_path / "bad.json").write_text("[[0, 1]]")
+    (tmp_path / "junk").write_text("junk")
+    monkeypatch.setattr(sampling, "load_model", lambda *_, **__: pytest.fail("sampled"))
+    for asked, message in (
+        ({"method": "mean", "grouping": "search"}, "search needs a cost"),
+        ({"grouping": str(tmp_path / "bad.json")}, "not 2 groups of 4"),
+        ({"statistics": tmp_path / "junk" / "st"}, "cannot be written"),
+        ({"statistics": tmp_path / "junk"}, "not a statistics file"),
+        ({"statistics": tmp_path / "st"}, "measured on another model"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            convert(source, out, 2, calibration="generate", **words, **asked)  # type: ignore[arg-type]
+    known = convert(
+        other, tmp_path / "b", 2, calibration="generate", statistics=tmp_path / "st", **merged, **words
+    )
+    same = convert(source, tmp_path / "c", 8, calibration="generate", **words)
+    assert any("text is not read" in warning for warning in known.warnings)
+    assert any("text is not used" in warning for warning in same.warnings)
+    assert not list(tmp_path.glob("*generated*")) and not list(tmp_path.glob("*.convert"))
+
+
+def test_text_of_a_model_that_is_written_as_another_belongs_to_its_source_wherever_that_lies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    neox = GPTNeoXForCausalLM(GPTNeoXConfig(**sizes, num_attention_heads=4, max_position_embeddings=64))
+    neox.save_pretrained(tmp_path / "mha")
+    word_tokenizer(tmp_path / "mha", bos=True)
+    words = {"calibration_tokens": 300, "calibration_window": 16, "device": "cpu", "fit": {"steps": 1}}
+    convert(tmp_path / "mha", tmp_path / "gqa", 2, calibration="generate", **words)
+    shutil.copytree(tmp_path / "mha", tmp_path / "copy", copy_function=shutil.copyfile)  # of another date
+    monkeypatch.setattr(sampling, "load_model", lambda *_, **__: pytest.fail("sampled again"))
+    convert(tmp_path / "copy", tmp_path / "gqa", 2, calibration="generate", force=True, **words)
+    made = uptrain(
+        tmp_path / "gqa", tmp_path / "up", "generate", **TRAINED | {"tokens": 128, "batch_tokens": 64}
+    )
+    assert made.budget["steps"] == 2
+
+
 def test_generate_stands_alone_and_a_file_of_that_name_is_a_file(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="generate cannot be combined"):
         convert(tmp_path, tmp_path / "out", 2, calibration=["a.jsonl", "generate"])
@@ -197,6 +254,11 @@ def test_uptraining_takes_what_convert_sampled_and_samples_the_rest(
     assert rest["out"] == tmp_path / "up.generated.jsonl" and rest["out"].exists()
     assert made.budget["unique_tokens"] > first["tokens"] and made.losses["held_out_end"] > 0
     asked.clear()
+    record = tmp_path / "gqa.generated.jsonl.json"  # of a conversion with another --seed
+    record.write_text(json.dumps(first | {"seed": 1}))
+    uptrain(gqa, tmp_path / "other", "generate", **TRAINED)
+    assert asked.pop()["seed"] == 2
+    record.write_text(json.dumps(first))
     uptrain(gqa, tmp_path / "less", "generate", **TRAINED | {"tokens": 256})
     assert not asked  # what convert sampled is enough
     (tmp_path / "gqa.generated.jsonl").write_text('{"text": "changed"}\n')

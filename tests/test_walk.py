@@ -34,7 +34,7 @@ from mha2gqa.checkpoints.reader import open_checkpoint
 from mha2gqa.checkpoints.streaming import CheckpointLayers
 from mha2gqa.conversion import CalibrationOptions, search, through_model, walk, work_dir
 from mha2gqa.conversion.inputs import Inputs, calibration_inputs
-from mha2gqa.conversion.work_dir import WorkDir
+from mha2gqa.conversion.work_dir import FinishedBlock, WorkDir
 from mha2gqa.errors import CheckpointError, DataError, UsageError
 from mha2gqa.reconstruct import ReconstructConfig, row_store
 from mha2gqa.reconstruct.driver import Fitter
@@ -336,6 +336,74 @@ def test_another_command_is_refused_by_what_changed_and_nothing_is_lost(
     assert {p.name: p.read_bytes() for p in (tmp_path / "out.convert").glob("*.safetensors")} == kept
     mha2gqa.convert(source, tmp_path / "out", 2, calibration=[text], force=True, **changed)
     assert not (tmp_path / "out.convert").exists()
+
+
+def test_a_file_that_has_changed_since_the_first_layers_is_seen(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Partitions and second moments by their contents, not by the names of their files."""
+    source, partition, moments = save(llama(), tmp_path / "source"), tmp_path / "g.json", tmp_path / "st"
+    words = OPTIONS | {"grouping": str(partition), "statistics": str(moments)}
+    partition.write_text("[[0, 1, 2, 3], [4, 5, 6, 7]]")
+    other = write_text(tmp_path / "other.jsonl", seed=9)
+    merged = {"refit": False, "reconstruct": False, "calibration": [other]}
+    mha2gqa.convert(source, tmp_path / "a", 2, **OPTIONS | {"statistics": str(moments)} | merged)
+    kept = moments.read_bytes()
+    moments.unlink()
+    with monkeypatch.context() as patch:
+        stop_after(patch, 1)
+        with pytest.raises(KeyboardInterrupt):
+            mha2gqa.convert(source, tmp_path / "out", 2, calibration=[text], **words)
+    partition.write_text("[[0, 2, 4, 6], [1, 3, 5, 7]]")
+    with pytest.raises(UsageError, match=r"2 finished layers .*groupings\."):
+        mha2gqa.convert(source, tmp_path / "out", 2, calibration=[text], **words)
+    partition.write_text("[[0, 1, 2, 3], [4, 5, 6, 7]]")
+    moments.write_bytes(kept)
+    with pytest.raises(UsageError, match=r"2 finished layers .*measured_on"):
+        mha2gqa.convert(source, tmp_path / "out", 2, calibration=[text], **words)
+    moments.unlink()
+    mha2gqa.convert(source, tmp_path / "out", 2, calibration=[text], **words)
+    manifest = json.loads((tmp_path / "out" / "mha2gqa.json").read_text())
+    assert set(map(str, manifest["grouping"].values())) == {"[[0, 1, 2, 3], [4, 5, 6, 7]]"}
+
+
+def test_what_failed_before_its_first_layer_leaves_nothing_and_another_run_is_left_alone(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, out = save(llama(), tmp_path / "source"), tmp_path / "out"
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(through_model, "walked", lambda *_, **__: 1 / 0)
+        mha2gqa.convert(source, out, 2, calibration=[text], **OPTIONS)
+    assert not (tmp_path / "out.convert").exists()
+    other = WorkDir(out)
+    other.open({})
+    with pytest.raises(UsageError, match="in use by process"):
+        mha2gqa.convert(source, out, 2, calibration=[text], **OPTIONS)
+    assert (other.root / "run.json").exists()
+    other.close()
+
+
+def test_layers_half_deleted_are_those_of_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed while it makes room for other options, a run leaves nothing that the earlier options could go on from."""
+    work = WorkDir(tmp_path / "out")
+    work.open({"seed": 0})
+    for number in range(3):
+        work.put(number, FinishedBlock({"x": torch.zeros(1)}, {}, merged=torch.zeros(1)))
+    work.close()
+    deleted, unlink = [], Path.unlink
+
+    def until_killed(path: Path, *args: Any, **words: Any) -> None:
+        if deleted:
+            raise KeyboardInterrupt
+        deleted.append(path.name)
+        unlink(path, *args, **words)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "unlink", until_killed)
+        WorkDir(tmp_path / "out").open({"seed": 1}, restart=True)
+    again = WorkDir(tmp_path / "out")
+    assert again.open({"seed": 0}) == 0 and not list(again.root.glob("*.safetensors"))
+    again.close()
 
 
 def test_a_command_with_force_goes_on_as_it_was_begun(

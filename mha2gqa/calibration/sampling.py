@@ -13,6 +13,8 @@ from typing import Any
 import torch
 
 from ..checkpoints.atomic import replacing, touch, writing_to
+from ..checkpoints.fingerprints import checkpoint_fingerprint
+from ..checkpoints.hub import local_path
 from ..checkpoints.json_files import read_json
 from ..checkpoints.loading import (
     free_memory,
@@ -22,12 +24,12 @@ from ..checkpoints.loading import (
     resolve_device,
     weight_bytes,
 )
+from ..checkpoints.reader import open_checkpoint
 from ..data.encoding import bos_id
 from ..errors import CheckpointError, UsageError
 from ..kv_cache import known_config, kv_bytes, max_batch
 from ..progress import current
 
-WEIGHTS = ("*.safetensors", "*.bin")
 MOST_ROWS = 256  # sequences sampled at a time
 RESERVE = 0.3  # of the free memory, for activations and logits
 CALIBRATION, DATA = "--calibration", "--data"  # the options that take `generate`
@@ -43,6 +45,7 @@ def generate_text(
     device: str = "auto",
     trust_remote_code: bool = False,
     option: str = CALIBRATION,
+    original: str | None = None,
 ) -> dict[str, Any]:
     """Sample documents from `model` at temperature 1, without truncation of its distribution.
 
@@ -57,6 +60,8 @@ def generate_text(
         device: Where the model runs.
         trust_remote_code: Consent to code that the model brings along.
         option: Which asked for it, for messages.
+        original: Fingerprint of the checkpoint that `model` was made from, which counts as the writer; `model` itself
+            by default.
 
     Returns:
         `model`, `tokens`, `documents`, `window`, `seed`, `sha256`.
@@ -69,9 +74,10 @@ def generate_text(
         >>> generate_text("llama-2-7b", "generated.jsonl", tokens=524_288)["documents"]  # doctest: +SKIP
         1321
     """
-    out, config = Path(out), load_config_json(model)
-    wanted = {"model": _model_id(model, config), "window": window, "seed": seed}
-    record = written_by(model, out)
+    check_decoder(load_config_json(model), option)
+    out, original = Path(out), original or _fingerprint(model)
+    wanted = {"model": original, "window": window, "seed": seed}
+    record = written_by(original, out)
     if record is not None and wanted.items() <= record.items() and record["tokens"] >= tokens:
         return record
     _refuse_changed(out, option)
@@ -183,12 +189,12 @@ def check_writer(
     return int(start), end, _rows(model, config, window, device, option)
 
 
-def written_by(model: str | Path, file: Path) -> dict[str, Any] | None:
-    """The record of a file that `model` wrote and that nobody has changed since; None for any other."""
+def written_by(original: str, file: Path) -> dict[str, Any] | None:
+    """The record of a file that the checkpoint of this fingerprint wrote and nobody has changed since; else None."""
     record = _record_of(file)
     if record is None or not isinstance(record.get("tokens"), int):
         return None
-    return record if record.get("model") == _model_id(model, load_config_json(model)) else None
+    return record if record.get("model") == original else None
 
 
 def _record_of(file: Path) -> dict[str, Any] | None:
@@ -206,12 +212,10 @@ def _record_file(out: Path) -> Path:
     return out.with_name(f"{out.name}.json")
 
 
-def _model_id(model: str | Path, config: dict[str, Any]) -> str:
-    """Which model wrote a file: its config and the sizes and dates of its weights."""
-    digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
-    for path in sorted(p for kind in WEIGHTS for p in Path(model).glob(kind)):
-        digest.update(f"{path.name} {path.stat().st_size} {path.stat().st_mtime_ns}".encode())
-    return digest.hexdigest()[:16]
+def _fingerprint(model: str | Path) -> str:
+    """Which model writes a file, wherever it lies."""
+    folder = local_path(model)
+    return checkpoint_fingerprint(folder if folder.is_dir() else open_checkpoint(model).path)
 
 
 def _rows(model: str | Path, config: dict[str, Any], window: int, device: torch.device, option: str) -> int:

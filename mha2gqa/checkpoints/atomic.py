@@ -147,6 +147,11 @@ class FileLock:
         return True
 
     @property
+    def held(self) -> bool:
+        """Whether this object has the lock."""
+        return self._file is not None
+
+    @property
     def owner(self) -> str:
         """Id of the process that has, or last had, the lock; empty if nobody had."""
         try:

@@ -15,6 +15,7 @@ from ..checkpoints.hf_config import text_config
 from ..config import ConvertConfig, ReconstructConfig
 from ..conversion.calibration_options import FLOAT32_PARAMETERS
 from ..conversion.plan import ModulePlan, Plan
+from ..conversion.result_tensors import ADAM_BYTES, end_to_end_bytes
 from ..merging.grouping import evaluations
 from ..reconstruct.row_store import STREAMS, pinned_bytes
 
@@ -25,7 +26,6 @@ REFIT_FLOPS = 3.2e13  # second moments in float64
 SEARCH_RATE = 3.7e10  # eigenproblem sizes cubed per second, 16 cores for each GPU
 # What PyTorch's allocator keeps beside what is in use, and CUDA's context: what nvidia-smi shows.
 CACHED, CONTEXT_BYTES = 2.2, 1.5e9
-TRAINED_BYTES = 16  # float32 weight and gradient, two moments of Adam
 GPUS_SHARE = 0.9  # of a further GPU that is used
 LOAD_BYTES_PER_SECOND = 1.5e9  # of a layer from disk and back
 START_SECONDS = 30  # imports, tokenising
@@ -62,6 +62,7 @@ def calibration_price(
     gpu_memory: float,
     gpus: int = 1,
     tokens: int = ConvertConfig.calibration_tokens,
+    window: int = ConvertConfig.calibration_window,
     fit: ReconstructConfig | None = None,
     itemsize: int = 2,
 ) -> dict[str, Any]:
@@ -74,6 +75,7 @@ def calibration_price(
         gpu_memory: Bytes of one device.
         gpus: Processes that share the text.
         tokens: Calibration tokens.
+        window: Tokens of a block.
         fit: How the stages after merging work; their defaults where None.
         itemsize: Bytes of an element as stored.
 
@@ -81,7 +83,8 @@ def calibration_price(
         `tokens`, `gpus`, `steps` a layer, what is `trained` of it, `host_bytes` of the hidden states, `disk_bytes` of
         the work folder, and for `regression` (with every step; modules that stop early take less) and `closed_form`
         (without it) `seconds`, `device_bytes` in use at the peak, `device_bytes_cached` as nvidia-smi shows them, and
-        `fits`.
+        `fits`; for `distillation` `steps`, `seconds` and `device_bytes` of both models and the optimiser, and `fits`;
+        empty where it is not asked for.
 
     Example:
         >>> calibration_price(shapes, changed, decided, gpu_memory=24e9)["regression"]["fits"]  # doctest: +SKIP
@@ -96,21 +99,20 @@ def calibration_price(
     share = 1 if gpus == 1 else 1 / (gpus * GPUS_SHARE)
     statistics = 2 * layer.parameters * tokens / STATISTICS_FLOPS
     refit = 4 * layer.hidden**2 * tokens / REFIT_FLOPS
-    step = (
-        4 * layer.kept + 2 * layer.trained
-    ) * fit.batch_tokens  # what is frozen has no gradient of its own
-    regression = fit.steps * step / FIT_FLOPS
+    batch_tokens = _batch_tokens(fit, tokens, window)
+    # What is frozen has no gradient of its own.
+    regression = fit.steps * (4 * layer.kept + 2 * layer.trained) * batch_tokens / FIT_FLOPS
     serial = 2 * layer.parameters * itemsize / LOAD_BYTES_PER_SECOND
     search = share * layer.search / SEARCH_RATE
     closed = serial + share * (statistics + refit)
     prefetched = layer.parameters if count > 1 else 0
     weights = (layer.parameters + prefetched + layer.kept + layer.outside) * itemsize
     # Activations of a layer: of its forward, and for its backward.
-    batch = fit.batch_tokens * share * itemsize / 2
+    batch = batch_tokens * share * itemsize / 2
     forward = weights + batch * (6 * layer.widest + 12 * layer.hidden)
     following = prefetched * itemsize  # the next layer's, whose groupings are searched meanwhile
     backward = (
-        weights + following + TRAINED_BYTES * layer.trained + batch * (8 * layer.widest + 32 * layer.hidden)
+        weights + following + ADAM_BYTES * layer.trained + batch * (8 * layer.widest + 32 * layer.hidden)
     )
     return {
         "tokens": tokens,
@@ -121,6 +123,37 @@ def calibration_price(
         "disk_bytes": count * layer.trained * itemsize,
         "regression": _stage(count * (closed + max(search, share * regression)), backward, gpu_memory),
         "closed_form": _stage(count * (closed + search), forward, gpu_memory),
+        "distillation": _distillation(shapes, changed, decided, fit, batch_tokens, itemsize, gpu_memory),
+    }
+
+
+def _batch_tokens(fit: ReconstructConfig, tokens: int, window: int) -> int:
+    """Tokens of a step: as many as are asked for, of which the text has several times as many."""
+    blocks = min(fit.for_window(window).batch_size, max(1, tokens // window // 8))
+    return blocks * min(window, tokens)
+
+
+def _distillation(
+    shapes: Mapping[str, tuple[int, ...]],
+    changed: Mapping[str, tuple[int, ...]],
+    decided: Plan,
+    fit: ReconstructConfig,
+    batch_tokens: int,
+    itemsize: int,
+    gpu_memory: float,
+) -> dict[str, Any]:
+    """Time and memory of training all projections together; empty where that is not asked for."""
+    if not (fit.regress and fit.distill_steps):
+        return {}
+    before, after = (sum(map(math.prod, tensors.values())) for tensors in (shapes, changed))
+    trained = sum(math.prod(changed[n]) for m in decided.modules for n in m.names.values() if n in changed)
+    step = (2 * before + 4 * after + 2 * trained) * batch_tokens
+    needed = end_to_end_bytes(decided, shapes, itemsize)
+    return {
+        "steps": fit.distill_steps,
+        "seconds": round(fit.distill_steps * step / FIT_FLOPS, 1),
+        "device_bytes": needed,
+        "fits": needed <= gpu_memory,
     }
 
 

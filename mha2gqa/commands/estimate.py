@@ -12,7 +12,7 @@ from ..architectures import AttentionSpec, Geometry, find_spec, valid_groups
 from ..architectures.wide import stored_heads
 from ..checkpoints.hf_config import is_encoder_decoder, longest_context
 from ..checkpoints.side_files import find_side_files
-from ..config import PlanConfig
+from ..config import ConvertConfig, PlanConfig
 from ..config.convert import MOST_RECORDINGS
 from ..config.keywords import PlanKeywords
 from ..config.option import build
@@ -112,7 +112,7 @@ def plan(source: str | Path, **options: Unpack[PlanKeywords]) -> PlanResult:
             *chosen.warnings,
             *not_checked,
             *context_warnings(served.context, reach),
-            *fit_warnings(price, asked.gpu_memory),
+            *fit_warnings(price, asked),
             *budget_warnings(training, asked.uptrain_tokens),
             *clip_warnings(chosen),
             *read_warnings(chosen),
@@ -287,6 +287,7 @@ def _calibration(model: Description, decided: Plan, asked: PlanConfig) -> dict[s
         gpu_memory=asked.gpu_memory,
         gpus=asked.gpus,
         tokens=tokens,
+        window=min(ConvertConfig.calibration_window, _reach(model.config)[0] or tokens),
         fit=asked.fitting,
         itemsize=itemsize,
     )

@@ -7,6 +7,7 @@ from typing import Any
 
 from ..config import PlanConfig
 from ..conversion.plan import Plan
+from ..conversion.result_tensors import end_to_end_refusal
 from ..conversion.warnings import clip_name
 from ..errors import listed
 
@@ -43,9 +44,26 @@ def parallel_warnings(groups: int, num_heads: int, tp: int, possible: Sequence[i
     return []
 
 
-def fit_warnings(price: Mapping[str, Any], gpu_memory: float) -> list[str]:
+def fit_warnings(price: Mapping[str, Any], asked: PlanConfig) -> list[str]:
+    """Settings of the fits that have no effect, and what to do where a device does not hold what they ask for."""
+    fit = asked.fitting
+    if not price:
+        return ["nothing is calibrated: --fit and --effort have no effect"] if fit is not None else []
+    unread = [] if fit is None else [f"--fit {sentence}" for sentence in fit.unread()]
+    return [*unread, *_layer_warnings(price, asked.gpu_memory), *_whole_warnings(price, asked.gpu_memory)]
+
+
+def _whole_warnings(price: Mapping[str, Any], gpu_memory: float) -> list[str]:
+    """What `convert` would refuse: training all layers together on a device that does not hold that."""
+    distillation = price["distillation"]
+    if not distillation or distillation["fits"]:
+        return []
+    return [str(end_to_end_refusal(distillation["device_bytes"], gpu_memory, "a device"))]
+
+
+def _layer_warnings(price: Mapping[str, Any], gpu_memory: float) -> list[str]:
     """What to do where a device does not hold the fits of a layer."""
-    if not price or price["regression"]["fits"]:
+    if price["regression"]["fits"]:
         return []
     need = price["regression"]["device_bytes"]
     other = (

@@ -25,7 +25,6 @@ from ..config.convert import DEFAULT_METHOD, ConvertConfig
 from ..config.option import taken
 from ..config.reconstruct import Effort, with_effort
 from ..config.signature import names_in_python
-from ..errors import UnsupportedModelError
 from ..progress import Callback, Progress, reporting
 from ..reconstruct import ReconstructConfig
 from .calibration_options import CALIBRATED, CalibrationOptions, Stage, grouping_asked
@@ -42,7 +41,7 @@ from .known_statistics import (
 from .plan import ATTENTION, Groupings, Plan
 from .rewrite import module_converters
 from .search import grouped
-from .through_model import Calibrated, with_model
+from .through_model import Calibrated, check_calibrated, with_model
 from .walked import walked
 from .warnings import data_free_warnings
 
@@ -71,11 +70,10 @@ def calibrate(
         The plan with groupings, and converters that give the new tensors.
 
     Raises:
-        UsageError: Options that need text, or contradict the method.
+        UsageError: Options that need text.
         DataError: The text is too short.
     """
     fit = options.fitting(bool(options.texts))
-    options.how(plan)
     warnings = options.without_effect(plan, fit)
     if plan.method not in CALIBRATED:
         options = replace(options, statistics=None)
@@ -84,9 +82,7 @@ def calibrate(
         return Calibrated(
             plan, module_converters(plan, checkpoint.shapes, checkpoint.read, None), warnings=warnings
         )
-    stored = options.statistics is not None and Path(options.statistics).exists()
-    if options.texts and (fit is not None or not stored):
-        _check_calibrated(plan, checkpoint.path)
+    if options.reads_text(plan):
         made = with_model(checkpoint, plan, options, fit, out, force)
         return replace(made, warnings=warnings + made.warnings)
     if options.texts:
@@ -108,20 +104,6 @@ def calibrate(
     )
 
 
-def _check_calibrated(plan: Plan, where: object) -> None:
-    """Refuse text for a model whose layers cannot be run on it one by one.
-
-    Raises:
-        UnsupportedModelError: With the reason.
-    """
-    if plan.spec.uncalibrated:
-        raise UnsupportedModelError(
-            f"cannot be calibrated: {plan.spec.uncalibrated}",
-            where=where,
-            fix="convert without --calibration, and uptrain the result",
-        )
-
-
 # --- in memory -----------------------------------------------------------------------------------------
 
 
@@ -135,7 +117,7 @@ def convert_live(teacher: Any, plan: Plan, inputs: Inputs | None, options: Calib
         options: Grouping, stages, statistics.
     """
     if inputs is not None:
-        _check_calibrated(plan, type(teacher).__name__)
+        check_calibrated(plan, type(teacher).__name__)
     fit = options.fitting(inputs is not None)
     warnings = options.without_effect(plan, fit)
     if plan.method not in CALIBRATED:

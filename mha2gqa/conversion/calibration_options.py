@@ -45,6 +45,7 @@ class CalibrationOptions:
         text_column, statistics, refit, reconstruct, fit, device, seed, trust_remote_code: As there.
         pairs: How pairs are read for an encoder-decoder.
         weights: What all weights are, by their files or in memory: kept with the statistics.
+        original: Fingerprint of the source as it was given, which is the writer of sampled text.
 
     Raises:
         UsageError: `statistics` is a name that no file can have.
@@ -64,6 +65,7 @@ class CalibrationOptions:
     trust_remote_code: bool = False
     pairs: PairOptions = field(default_factory=PairOptions)
     weights: str = ""
+    original: str | None = None
 
     def __post_init__(self) -> None:
         """Refuse a file of statistics that cannot have its name."""
@@ -131,6 +133,13 @@ class CalibrationOptions:
         if not text:
             raise OptionError("refit" if refit else "reconstruct", "needs text", "give `calibration`")
         return replace(self.fit or ReconstructConfig(), refit=refit, regress=regress, seed=self.seed)
+
+    def reads_text(self, plan: Plan) -> bool:
+        """Whether text runs through the model: heads are shared, and modules are fitted or moments still unknown."""
+        if not self.texts or all(module.unchanged for module in plan.modules):
+            return False
+        known = plan.method in CALIBRATED and self.statistics is not None and Path(self.statistics).exists()
+        return not known or self.fitting(text=True) is not None
 
     def how(self, plan: Plan) -> str:
         """The grouping asked for, or the method's default.

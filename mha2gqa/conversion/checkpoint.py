@@ -12,7 +12,7 @@ from .. import distributed
 from ..arch_conversion import as_architecture, written
 from ..architectures import check_read
 from ..architectures.wide import stored_heads
-from ..checkpoints.fingerprints import weights_fingerprint
+from ..checkpoints.fingerprints import checkpoint_fingerprint, weights_fingerprint
 from ..checkpoints.loading import resolve_device
 from ..checkpoints.output import check_output, check_space
 from ..checkpoints.reader import Checkpoint, open_checkpoint
@@ -21,6 +21,7 @@ from ..config import ConvertConfig
 from ..config.convert import DEFAULT_METHOD
 from ..config.keywords import ConvertKeywords
 from ..config.option import build
+from ..config.pair_options import GENERATE
 from ..config.signature import takes_options
 from ..data import paths_or_source
 from ..errors import CheckpointError, UnsupportedModelError
@@ -32,7 +33,8 @@ from .in_memory import convert_state_dict
 from .plan import Groupings, Plan, plan_conversion
 from .publishing import WRITING, Job, convert_result, publish_converted
 from .result_tensors import result_tensors
-from .sampled_text import with_generated
+from .search import with_groupings
+from .through_model import check_walk
 from .untie import untied
 
 __all__ = ["ConvertResult", "convert", "convert_model", "convert_state_dict"]
@@ -78,13 +80,16 @@ def convert(
     if texts:  # torchrun splits the text over its processes
         distributed.initialize(resolve_device(config.device).type)
     job, plan = _prepare(config, groupings, bool(texts))
-    calibration = CalibrationOptions.of(config, texts, groupings)
+    plan, calibration = with_groupings(plan, CalibrationOptions.of(config, texts, groupings))
+    if reads := calibration.reads_text(plan):
+        check_walk(job.seen, plan, calibration)
+    if calibration.texts == (GENERATE,):
+        calibration = replace(calibration, original=checkpoint_fingerprint(job.original.path))
     if config.statistics:
         calibration = replace(calibration, weights=f"files {weights_fingerprint(job.original.path)}")
-    opened = written(job.seen, job.out, config.trust_remote_code) if texts else nullcontext(job.seen)
+    opened = written(job.seen, job.out, config.trust_remote_code) if reads else nullcontext(job.seen)
     lost = distributed.lost_processes("convert", "the last finished layer", CheckpointError)
     with lost, reporting(_listener(progress, stage)), opened as checkpoint:
-        calibration = with_generated(checkpoint, calibration, job.out)
         calibrated = calibrate(checkpoint, plan, calibration, job.out, config.force)
         try:
             if distributed.is_rank_zero():

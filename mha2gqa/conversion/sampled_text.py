@@ -23,7 +23,9 @@ def generated_file(out: Path) -> Path:
     return out.with_name(f"{out.name}.{GENERATE}d.jsonl")
 
 
-def with_generated(checkpoint: Checkpoint, options: CalibrationOptions, out: Path) -> CalibrationOptions:
+def with_generated(
+    checkpoint: Checkpoint, options: CalibrationOptions, out: Path | None
+) -> CalibrationOptions:
     """The options with a file of sampled text in place of `generate`; a file made before is used again.
 
     Args:
@@ -36,6 +38,7 @@ def with_generated(checkpoint: Checkpoint, options: CalibrationOptions, out: Pat
     """
     if options.texts != (GENERATE,):
         return options
+    assert out is not None  # of a model in memory it is not an option
     file = generated_file(out)
     if distributed.is_rank_zero():
         current().stage("generating", options.tokens, "tokens")
@@ -47,6 +50,7 @@ def with_generated(checkpoint: Checkpoint, options: CalibrationOptions, out: Pat
             seed=options.seed,
             device=str(options.device),
             trust_remote_code=options.trust_remote_code,
+            original=options.original,
         )
     distributed.barrier()
     return replace(options, texts=(str(file),), text_column="text")

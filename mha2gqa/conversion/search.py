@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,7 @@ from ..merging.module_objective import merge_objective
 from ..merging.objective import MergeObjective
 from ..merging.subspace import one_by_one
 from ..reconstruct.ranks import Ranks
-from .calibration_options import CalibrationOptions
+from .calibration_options import GIVEN, CalibrationOptions
 from .plan import Groupings, ModulePlan, Plan
 from .rewrite import check_finite, merge_context
 from .workers import Workers, one_core_threads, own_workers, workers
@@ -26,6 +27,19 @@ from .workers import Workers, one_core_threads, own_workers, workers
 ReportFields = dict[str, dict[str, Any]]  # module path -> further fields of its report
 Read = Callable[[str], Tensor]
 Found = tuple[heads.Grouping, dict[str, float]]  # and what neighbours would lose, by module path
+
+
+def with_groupings(plan: Plan, options: CalibrationOptions) -> tuple[Plan, CalibrationOptions]:
+    """The plan with the partitions of a file, where the options name one, and options that keep them.
+
+    Raises:
+        UsageError: The file is none, or does not fit the model.
+    """
+    how = options.how(plan)
+    if how in ("neighbours", "search", GIVEN):
+        return plan, options
+    counts = {s.path: (s.geometry.num_kv_heads, len(s.grouping)) for s in plan.modules}
+    return plan.regrouped(read_groupings(how, counts)), replace(options, grouping=GIVEN)
 
 
 def grouped(
@@ -48,12 +62,9 @@ def grouped(
         modules: Those of the plan that are searched now; all by default.
         ranks: The processes that call this at the same time, with the same; this one alone by default.
     """
-    how = options.how(plan)
-    if how in ("neighbours", "given"):
+    plan, options = with_groupings(plan, options)
+    if options.how(plan) != "search":
         return plan, {}
-    if how != "search":
-        counts = {s.path: (s.geometry.num_kv_heads, len(s.grouping)) for s in plan.modules}
-        return plan.regrouped(read_groupings(how, counts)), {}
     objective = partial(_objective, plan, read=read, statistics=statistics, options=options)
     report = options.say if modules is None else _silent
     groupings, fields = _searched(

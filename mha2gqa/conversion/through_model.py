@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -15,11 +14,13 @@ from torch import Tensor
 
 from ..architectures import AttentionModule
 from ..calibration import (
+    Statistics,
     attention_instances,
     data_digest,
     module_key,
     writable,
 )
+from ..calibration.sampling import check_decoder
 from ..checkpoints.dtypes import torch_dtype
 from ..checkpoints.fingerprints import checkpoint_fingerprint
 from ..checkpoints.hf_config import stored_dtype
@@ -27,26 +28,27 @@ from ..checkpoints.loading import free_memory, load_model, load_tokenizer, resol
 from ..checkpoints.reader import Checkpoint
 from ..checkpoints.streaming import CheckpointLayers, Layers, ResidentLayers
 from ..checkpoints.writer import NewTensor
+from ..config.pair_options import GENERATE
 from ..data import TextSource
-from ..errors import UsageError
+from ..errors import UnsupportedModelError
 from ..progress import current
 from ..reconstruct import ReconstructConfig
 from ..reconstruct.hidden_states import block_paths
-from .calibration_options import FLOAT32_PARAMETERS, CalibrationOptions
+from .calibration_options import CALIBRATED, FLOAT32_PARAMETERS, CalibrationOptions
 from .converted import Converted, NotAChain
 from .in_memory import plan_model
-from .inputs import Inputs, calibration_inputs
+from .inputs import Inputs, calibration_inputs, split_held_out
 from .known_statistics import saved_statistics, stored_owner
 from .plan import ModulePlan, Plan
 from .rest_of_layers import RestOfLayers
-from .result_tensors import result_shapes
+from .result_tensors import end_to_end_bytes, end_to_end_refusal
 from .rewrite import ModuleConverter, module_converters
+from .sampled_text import with_generated
 from .storing import as_stored
 from .walked import walked
 from .work_dir import WorkDir
 
 logger = logging.getLogger("mha2gqa")
-ADAM_BYTES = 16  # of a trained element: float32 weight and gradient, two moments
 
 
 @dataclass
@@ -82,6 +84,7 @@ class _Job:
         fit: The stages after merging; None for none.
         out: Folder that the conversion makes: what is finished is kept beside it; None keeps nothing.
         force: Start afresh where another conversion is unfinished.
+        statistics: Second moments that are known already.
     """
 
     checkpoint: Checkpoint
@@ -91,6 +94,48 @@ class _Job:
     fit: ReconstructConfig | None
     out: Path | None
     force: bool
+    statistics: Statistics | None
+
+
+def check_walk(checkpoint: Checkpoint, plan: Plan, options: CalibrationOptions) -> None:
+    """Refuse what a walk would fail on, before anything is written, sampled or read for it.
+
+    Args:
+        checkpoint: The source.
+        plan: Its conversion.
+        options: Of calibration, whose text is read.
+
+    Raises:
+        UnsupportedModelError: The model cannot be calibrated.
+        UsageError: The device cannot hold distillation, the file of moments cannot be written, or the model cannot
+            write its text.
+    """
+    check_calibrated(plan, checkpoint.path)
+    if options.texts == (GENERATE,):
+        check_decoder(checkpoint.config)
+    if plan.method in CALIBRATED and options.statistics and not Path(options.statistics).exists():
+        writable(options.statistics)
+    if _distils(options.fitting(text=True)):
+        _check_whole(checkpoint, plan, resolve_device(options.device))
+
+
+def check_calibrated(plan: Plan, where: object) -> None:
+    """Refuse text for a model whose layers cannot be run on it one by one.
+
+    Raises:
+        UnsupportedModelError: With the reason.
+    """
+    if plan.spec.uncalibrated:
+        raise UnsupportedModelError(
+            f"cannot be calibrated: {plan.spec.uncalibrated}",
+            where=where,
+            fix="convert without --calibration, and uptrain the result",
+        )
+
+
+def _distils(fit: ReconstructConfig | None) -> bool:
+    """Whether all layers are trained together, at the end."""
+    return fit is not None and fit.regress and fit.distill_steps > 0
 
 
 def with_model(
@@ -111,17 +156,14 @@ def with_model(
         out, force: As in `calibrate`.
 
     Raises:
-        UsageError: Distillation of all layers together is asked for, and the device cannot hold that.
+        UsageError: The file of moments is of another model; or as `with_generated`.
     """
-    if options.statistics and not Path(options.statistics).exists():
-        writable(options.statistics)  # before the text is run, which may take an hour
+    statistics = saved_statistics(plan, checkpoint.read, options)
+    options = with_generated(checkpoint, options, out)
     tokenizer = load_tokenizer(checkpoint.path, trust_remote_code=options.trust_remote_code)
     inputs = calibration_inputs(tokenizer, checkpoint.config, options, checkpoint.path)
-    job = _Job(checkpoint, plan, inputs, options, fit, out, force)
-    whole = fit is not None and fit.regress and fit.distill_steps > 0
-    if whole:
-        _check_whole(checkpoint, plan, resolve_device(options.device))
-    layers = _resident(checkpoint, options) if whole else _streamed(checkpoint, options)
+    job = _Job(checkpoint, plan, inputs, options, fit, out, force, statistics)
+    layers = _resident(checkpoint, options) if _distils(fit) else _streamed(checkpoint, options)
     try:
         return _through(job, layers)
     except NotAChain:
@@ -135,19 +177,11 @@ def _check_whole(checkpoint: Checkpoint, plan: Plan, device: torch.device) -> No
     Raises:
         UsageError: With the bytes needed and the bytes there.
     """
-    free, shapes = free_memory(device), dict(checkpoint.shapes)
-    after = result_shapes(plan, shapes)
+    free = free_memory(device)
     itemsize = 4 if _working_dtype(checkpoint) == "float32" else stored_dtype(checkpoint.config).itemsize
-    trained = {name for m in plan.modules for name in m.names.values() if name in after}
-    weights = sum(map(math.prod, shapes.values())) + sum(map(math.prod, after.values()))
-    needed = itemsize * weights + ADAM_BYTES * sum(math.prod(after[name]) for name in trained)
+    needed = end_to_end_bytes(plan, dict(checkpoint.shapes), itemsize)
     if free is not None and needed > free:
-        raise UsageError(
-            f"trains all layers together: both models and the optimiser need {needed / 1e9:.1f} GB, {device} has "
-            f"{free / 1e9:.1f} GB free",
-            where="--fit distill_steps",
-            fix="leave it out, and train the result with uptrain, over several GPUs with --set fsdp=true",
-        )
+        raise end_to_end_refusal(needed, free, device)
 
 
 def _through(job: _Job, layers: Layers) -> Calibrated:
@@ -165,13 +199,12 @@ def _through(job: _Job, layers: Layers) -> Calibrated:
     try:
         if work is not None and (count := work.open(_work_keys(job, live, layers), restart=job.force)):
             logger.info("%s: going on after %d finished layers", work.root, count)
-        statistics = saved_statistics(plan, job.checkpoint.read, job.options)
         stored = stored_owner(plan, job.checkpoint.read, job.options)
         inputs = job.inputs.to(layers.device)
-        done = walked(layers, live, inputs, job.options, job.fit, statistics, work, stored)
+        done = walked(layers, live, inputs, job.options, job.fit, job.statistics, work, stored)
     except BaseException:
         if work is not None:
-            work.close()
+            work.leave()
         raise
     made = _handed_over(job, done, work)
     if rest is not None and done.fitted_layers:
@@ -231,7 +264,8 @@ def _as_stored(
 
 def _work_keys(job: _Job, plan: Plan, layers: Layers) -> dict[str, Any]:
     """Everything that decides what a walk makes; `plan` is in the names of the model."""
-    statistics = job.options.statistics
+    statistics, seen = job.options.statistics, split_held_out(job.inputs)[0]
+    moments = {} if job.statistics is None else job.statistics.about
     return {
         "source": checkpoint_fingerprint(job.checkpoint.path),
         "groups": plan.groups,
@@ -242,6 +276,7 @@ def _work_keys(job: _Job, plan: Plan, layers: Layers) -> dict[str, Any]:
         "groupings": {m.path: [list(g) for g in m.grouping] for m in plan.modules},
         "calibration": data_digest(job.inputs.rows),
         "statistics": None if statistics is None else str(statistics),
+        "measured_on": moments.get("data_sha256") or data_digest(seen.read),
         "fit": None if job.fit is None else asdict(job.fit),
         "seed": plan.seed,
         "dtype": str(layers.model.dtype),

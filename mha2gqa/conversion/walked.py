@@ -6,8 +6,6 @@ from dataclasses import asdict
 from threading import Lock
 from typing import Any
 
-from torch import Tensor
-
 from ..calibration import (
     Statistics,
     data_digest,
@@ -22,7 +20,7 @@ from .converted import Converted, fit_config
 from .inputs import Inputs, held_out_loss, split_held_out
 from .known_statistics import other_weights
 from .plan import Plan
-from .search import grouped
+from .search import with_groupings
 from .storing import result_spec
 from .walk import Walk
 from .work_dir import WorkDir
@@ -52,9 +50,7 @@ def walked(
             "refit and reconstruct are left out"
         )
         fit = None
-    how = options.how(plan)
-    if how not in ("neighbours", "search", "given"):
-        plan, _ = grouped(plan, _unread, None, options)
+    plan, options = with_groupings(plan, options)
     warnings += other_weights(statistics, options)
     if statistics is not None and statistics.about.get("data_sha256") != data_digest(seen.read):
         warnings.append(
@@ -78,10 +74,6 @@ def walked(
             _distil(layers.model, done, seen, kept, config)
     done.warnings += warnings
     return done
-
-
-def _unread(name: str) -> Tensor:
-    raise AssertionError(f"{name} is not needed to read groupings")
 
 
 def _distil(

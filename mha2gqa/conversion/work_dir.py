@@ -114,7 +114,9 @@ class WorkDir:
             )
 
     def _clear(self) -> None:
-        for path in self.root.iterdir():
+        for path in sorted(
+            self.root.iterdir()
+        ):  # the first block first: killed here, what is left counts for nothing
             if path.name not in (LOCK, RUN):  # which is replaced, and says meanwhile whose folder this is
                 path.unlink() if path.is_file() else shutil.rmtree(path)
 
@@ -204,6 +206,13 @@ class WorkDir:
         names = [name for name in tensors if name.startswith(MOMENTS)]
         moments = {name.removeprefix(MOMENTS): tensors.pop(name) for name in names}
         return FinishedBlock(tensors, head["modules"], merged, moments, head["info"])
+
+    def leave(self) -> None:
+        """Let other processes in after an error: what is finished stays; our folder goes where nothing is."""
+        self._writer.shutdown()
+        if self._lock.held and not self.count():
+            self.remove()
+        self.close()
 
     def close(self) -> None:
         """Let other processes in; what is finished stays."""

@@ -85,6 +85,11 @@ def _calibration_lines(price: Data) -> Iterable[Block]:
         f"caches), {human_bytes(price['host_bytes'])} of host memory or disk, {human_bytes(price['disk_bytes'])} of disk "
         "to go on after an interruption."
     )
+    if last := price.get("distillation"):
+        yield Line(
+            f"Then {last['steps']:,} steps of all layers together, an estimate: {duration(last['seconds'])} more, "
+            f"{human_bytes(last['device_bytes'])} of GPU memory for both models and the optimiser, and activations."
+        )
 
 
 def _recall(data: Data) -> Iterable[Block]:

@@ -271,7 +271,6 @@ def _train_checkpoint(
     run: PreparedRun, args: Any, run_dir: RunDirectory, callbacks: Sequence[TrainerCallback]
 ) -> TrainingRun:
     """Load, train, and put adapters into the weights."""
-    run = with_generated(run, args.device)
     config, source = run.config, run.source
     assert source is not None
     if args.deepspeed:
@@ -280,6 +279,8 @@ def _train_checkpoint(
     if run.teacher is not None:
         theirs = load_tokenizer(run.teacher.name, config.trust_remote_code)
         check_tokenizers(tokenizer, theirs, run.teacher.name)
+    run = with_generated(run, args.device)
+    config = run.config
     if run.objective == PAIRS:
         with args.main_process_first(local=False, desc="encoding the pairs"):
             run, corpus = load_pair_corpus(run, args, tokenizer, run_dir.root)

@@ -11,6 +11,7 @@ import torch
 from ..calibration.sampling import DATA, check_writer, generate_text, written_by
 from ..checkpoints.hf_config import load_config_json, longest_context
 from ..checkpoints.loading import resolve_device
+from ..checkpoints.reader import open_checkpoint
 from ..config.pair_options import GENERATE
 from ..conversion.sampled_text import DOCUMENT_TOKENS, generated_file
 from ..distributed import barrier, is_rank_zero
@@ -36,7 +37,7 @@ def check_generated(run: PreparedRun) -> None:
     config = run.config
     device = resolve_device(config.device)
     trust = config.trust_remote_code
-    check_writer(run.teacher.name, window=_document(run), device=device, trust_remote_code=trust, option=DATA)
+    check_writer(_original(run), window=_document(run), device=device, trust_remote_code=trust, option=DATA)
 
 
 def with_generated(run: PreparedRun, device: torch.device) -> PreparedRun:
@@ -52,23 +53,26 @@ def with_generated(run: PreparedRun, device: torch.device) -> PreparedRun:
         return run
     assert run.teacher is not None
     wanted, files = _wanted(run), []
+    seed = run.config.seed + 1  # the seed itself is usually that of what `convert` sampled
     before = generated_file(Path(run.config.model))
-    if (record := written_by(run.teacher.name, before)) is not None:
+    if (record := written_by(run.teacher.fingerprint, before)) is not None:
         files.append(before)
         wanted -= int(record["tokens"])
+        seed += seed == record.get("seed")  # which would write the same text again
     if wanted > 0:
         files.append(generated_file(Path(run.config.out)))
         if is_rank_zero():
             current().stage("generating", wanted, "tokens")
             generate_text(
-                run.teacher.name,
+                _original(run),
                 files[-1],
                 tokens=wanted,
                 window=_document(run),
-                seed=run.config.seed + 1,  # the seed itself may be that of what `convert` sampled
+                seed=seed,
                 device=str(device),
                 trust_remote_code=run.config.trust_remote_code,
                 option=DATA,
+                original=run.teacher.fingerprint,
             )
         barrier()
     if run.budget.tokens > MOST_TOKENS:
@@ -85,7 +89,12 @@ def _wanted(run: PreparedRun) -> int:
     return math.ceil(tokens / (1 - run.config.holdout))
 
 
+def _original(run: PreparedRun) -> Path:
+    """The folder of the original, in the local cache where it is one of the Hub."""
+    assert run.teacher is not None
+    return open_checkpoint(run.teacher.name).path
+
+
 def _document(run: PreparedRun) -> int:
     """Tokens of a document, at most."""
-    assert run.teacher is not None
-    return min(DOCUMENT_TOKENS, longest_context(load_config_json(run.teacher.name)) or DOCUMENT_TOKENS)
+    return min(DOCUMENT_TOKENS, longest_context(load_config_json(_original(run))) or DOCUMENT_TOKENS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -18,11 +19,11 @@ from seq2seq_models import RATE, audio_folder, saved, saved_nllb, saved_whisper,
 from transformers import AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
 
 from mha2gqa.data.audio import Audio, to_audio
-from mha2gqa.data.generation import _Sampled, decode, generate_ids, repeats, with_targets
+from mha2gqa.data.generation import _room, _Sampled, decode, generate_ids, repeats, with_targets
 from mha2gqa.data.pairs import Pair, PairOptions, PairSource, recordings
 from mha2gqa.data.prompts import _some_of, languages
 from mha2gqa.data.seq2seq import PairEncoder, open_encoder, pad_encoder
-from mha2gqa.errors import DataError, UsageError
+from mha2gqa.errors import CheckpointError, DataError, UsageError
 
 ROWS = [{"source": "w1 w2 w3", "target": "w4 w5"}, {"source": "w6", "target": "w7 w8 w9"}]
 PAIRS = [Pair(r["source"], r["target"], f"p:{i}") for i, r in enumerate(ROWS)]
@@ -464,6 +465,54 @@ def test_greedy_text_is_the_likeliest_next_token(models: dict[str, Path], tmp_pa
     encoder.options = replace(encoder.options, beams=3)
     wide = list(generate_ids(model, encoder, examples, max_new_tokens=6, batch_size=1))
     assert len(wide) == len(examples)
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"return_dict_in_generate": True, "output_scores": True},
+        {"do_sample": True, "temperature": 9.0},
+        {"num_beams": 3, "num_return_sequences": 3},
+        {"max_time": 1e-9},
+        {"prompt_lookup_num_tokens": 3},
+        {"penalty_alpha": 0.6, "top_k": 4},
+        {"decoder_start_token_id": None, "bos_token_id": None},
+    ],
+    ids=lambda own: next(iter(own)),
+)
+def test_what_a_generation_config_adds_changes_no_search(
+    models: dict[str, Path], tmp_path: Path, own: dict[str, Any]
+) -> None:
+    encoder, examples = examples_of(models["marian"], tmp_path)
+    right = list(generate_ids(load(models["marian"]), encoder, examples, max_new_tokens=6))
+    model = load(models["marian"])
+    for name, value in own.items():
+        setattr(model.generation_config, name, value)
+    assert list(generate_ids(model, encoder, examples, max_new_tokens=6)) == right
+
+
+def test_texts_are_as_long_as_the_generation_config_lets_them(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = tmp_path / "m"
+    shutil.copytree(models["marian"], folder)
+    file = folder / "generation_config.json"
+    raw = json.loads(file.read_text())
+    for own, most in (
+        ({"max_length": 5}, 4),
+        ({"max_new_tokens": 3}, 3),
+        ({"max_length": 20}, 127),
+        ({}, 127),
+    ):
+        file.write_text(json.dumps(raw | own))
+        assert _room(open_encoder(folder, PairOptions())) == most
+    for text, message in (
+        ("{", "generation_config.json: not valid JSON .*; restore the original file"),
+        ('{"decoder_start_token_id": 0, "forced_bos_token_id": 9999}', "gives id 9999, the model has 128"),
+    ):
+        file.write_text(text)
+        with pytest.raises((CheckpointError, DataError), match=message):
+            open_encoder(folder, PairOptions())
 
 
 @torch.no_grad()

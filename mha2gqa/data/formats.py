@@ -91,7 +91,7 @@ def _read_jsonl(file: SourceFile, columns: Sequence[str]) -> Iterator[Record]:
 
 def _read_csv(file: SourceFile, columns: Sequence[str]) -> Iterator[Record]:
     with _csv_rows(file) as rows:
-        header = next(rows, [])
+        header: list[str] = next(rows, [])
         require_columns(columns, header, file)
         if twice := [column for column in columns if header.count(column) > 1]:
             raise DataError(f"two columns {twice[0]!r}", where=file, fix="give each a name of its own")

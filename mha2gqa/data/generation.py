@@ -21,6 +21,21 @@ if TYPE_CHECKING:
 
 BATCH = 32  # examples generated at once
 NEW_TOKENS = 256  # at most, where the decoder has no limit of its own
+UNSET_LENGTH = 20  # `max_length` that transformers 4 writes where nobody set one
+# A search that gives one text a source, and depends on nothing but the model: what its generation config may say besides
+# would sample, time out, give several texts, or search in a way that needs other code.
+PLAIN: dict[str, Any] = {
+    "do_sample": False,
+    "num_return_sequences": 1,
+    "return_dict_in_generate": False,
+    "num_beam_groups": 1,
+    "diversity_penalty": 0.0,
+} | dict.fromkeys(
+    (
+        "assistant_early_exit", "constraints", "dola_layers", "force_words_ids", "forced_decoder_ids",
+        "guidance_scale", "max_length", "max_time", "penalty_alpha", "prompt_lookup_num_tokens",
+    )
+)  # fmt: skip
 LOOP = 2.4  # Whisper's `compression_ratio_threshold`, beyond which it decodes again with a higher temperature
 
 
@@ -34,19 +49,19 @@ def generate_ids(
 ) -> Iterator[list[int]]:
     """What the model writes for each example: ids after the prompt, with the end if it came to one.
 
-    The search of transformers with the model's own generation config (suppressed tokens, bad words), but without
-    sampling, and with the prompt of `encoder`, so that all models of a comparison write the same kind of text. How wide
-    the search is, and at which temperatures a text that repeats itself is sampled anew, the options of `encoder` say.
+    The search of transformers with the model's own generation config (suppressed tokens, bad words, lengths), but
+    without sampling, and with the prompt of `encoder`, so that all models of a comparison write the same kind of text. How
+    wide the search is, and at which temperatures a text that repeats itself is sampled anew, the options of `encoder` say.
 
     Args:
         model: In eval mode, on its device.
         encoder: Of its pairs.
         examples: Only what their encoder reads is used.
         batch_size: Examples at once.
-        max_new_tokens: At most so many ids; None for what the decoder takes, 256 where nothing limits it.
+        max_new_tokens: At most so many ids; None for what its generation config and the decoder take, 256 where
+            neither limits it.
     """
-    room = None if encoder.target_limit is None else encoder.target_limit - len(encoder.prompt)
-    limit = min(n for n in (max_new_tokens, room or NEW_TOKENS) if n is not None)
+    limit = min(n for n in (max_new_tokens, _room(encoder)) if n is not None)
     waiting = iter(examples)
     while batch := list(islice(waiting, batch_size)):
         written = _generate(model, encoder, batch, limit)
@@ -58,6 +73,14 @@ def generate_ids(
             for i, ids in zip(again, other, strict=True):
                 written[i] = ids
         yield from written
+
+
+def _room(encoder: PairEncoder) -> int:
+    """How many ids may be written after the prompt."""
+    own = encoder.generation
+    whole = (encoder.target_limit, own.get("max_length") if own.get("max_length") != UNSET_LENGTH else None)
+    limits = [n - len(encoder.prompt) for n in whole if n] + [n for n in (own.get("max_new_tokens"),) if n]
+    return max(1, min(limits, default=NEW_TOKENS))
 
 
 def repeats(text: str) -> bool:
@@ -106,19 +129,20 @@ def _generate(
         if not name.startswith("decoder_")
     }
     prompt = torch.tensor([encoder.prompt] * len(examples), device=device)
+    plain = {name: value for name, value in PLAIN.items() if hasattr(model.generation_config, name)}
     try:
         # Whisper's own `generate` would choose language and prompt anew and cut long recordings in pieces.
         with quiet():
             ids = GenerationMixin.generate(
                 model,
                 **inputs,
+                **plain,
                 decoder_input_ids=prompt,
+                decoder_start_token_id=encoder.prompt[0],
                 num_beams=1 if sampled else encoder.options.beams,
-                do_sample=False,
                 logits_processor=LogitsProcessorList([sampled] if sampled else []),
                 max_new_tokens=limit,
-                max_length=None,
-                forced_decoder_ids=None,
+                tokenizer=encoder.tokenizer,  # for stop strings
             )
     except Exception as error:  # of the search or the model's code
         raise DataError(f"nothing can be generated ({reason(error)})", where=encoder.name) from error

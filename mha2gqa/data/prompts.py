@@ -75,24 +75,21 @@ def _set_languages(tokenizer: Any, options: PairOptions, name: str) -> int:
     """Tell the tokenizer its languages; the id of the target's."""
     source = options.source_language or tokenizer.src_lang
     target = options.target_language or getattr(tokenizer, "tgt_lang", None)
-    for language, kind, option in (
-        (source, "sources", "--source-lang"),
-        (target, "targets", "--target-lang"),
-    ):
-        if language is None:
-            raise UsageError(f"needs the language of the {kind}", where=name, fix=f"name it with {option}")
-    _language_id(tokenizer, source, "--source-lang", name)
-    found = _language_id(tokenizer, target, "--target-lang", name)
+    _language_id(tokenizer, source, "sources", "--source-lang", name)
+    found = _language_id(tokenizer, target, "targets", "--target-lang", name)
     tokenizer.src_lang, tokenizer.tgt_lang = source, target
     return found
 
 
-def _language_id(tokenizer: Any, code: str, option: str, name: str) -> int:
+def _language_id(tokenizer: Any, code: str | None, what: str, option: str, name: str) -> int:
     """The id of a language's token.
 
     Raises:
-        UsageError: The tokenizer does not have the language; those that look like it are named, or some.
+        UsageError: The tokenizer does not have the language; those that look like it are named, or some. Or none is
+            named.
     """
+    if code is None:
+        raise UsageError(f"needs the language of the {what}", where=name, fix=f"name it with {option}")
     known = languages(tokenizer)
     if code not in known:
         raise UsageError(

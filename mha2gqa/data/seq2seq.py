@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..checkpoints.hf_config import known_config, load_config_json
+from ..checkpoints.json_files import RESTORE, read_json
 from ..checkpoints.loading import load_tokenizer
 from ..errors import CheckpointError, DataError, UsageError, reason
 from .audio import Audio, KeptFeatures, check_length
@@ -141,6 +142,7 @@ class PairEncoder:
                 "recordings have no text before them", where="--source-prefix", fix="leave it out"
             )
         self.prompt = decoder_prompt(tokenizer, self.model_type, self.known, self.generation, options, name)
+        self._check_ids(np.array(self.prompt), name)
         self.source_limit = self._limit(SOURCE_LIMITS, tokenizer.model_max_length)
         self.target_limit = self._limit(TARGET_LIMITS, NO_LIMIT)
 
@@ -315,8 +317,9 @@ class PairEncoder:
 
     def report(self) -> list[str]:
         """What the user should know of what has been encoded so far."""
+        kept = "" if self.options.targets == "generate" else " (the targets are not)"
         counts = (
-            (self.cut, "longer than the model takes, cut as its processor does (the targets are not)"),
+            (self.cut, f"longer than the model takes, cut as its processor does{kept}"),
             (
                 self.resampled,
                 f"of another sampling rate, brought to {getattr(self.extractor, 'sampling_rate', 0)} Hz",
@@ -407,10 +410,21 @@ def load_extractor(path: str | Path, trust_remote_code: bool = False) -> Any:
 
 
 def _generation_config(path: str | Path) -> dict[str, Any]:
-    """The raw generation config; empty where there is none."""
+    """The generation config with the defaults of transformers; empty where there is none.
+
+    Raises:
+        CheckpointError: It is broken: transformers would go on without it, and with another prompt.
+    """
     from transformers import GenerationConfig
 
+    file = Path(path) / "generation_config.json"
+    if file.exists():
+        read_json(file)
     try:
         return dict(GenerationConfig.from_pretrained(path).to_dict())
     except OSError:
         return {}
+    except Exception as error:  # of the checks of its values
+        raise CheckpointError(
+            f"its generation config cannot be read ({reason(error)})", where=path, fix=RESTORE
+        ) from error

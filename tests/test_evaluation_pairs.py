@@ -16,11 +16,13 @@ import torch
 from seq2seq_models import audio_folder, saved, saved_whisper
 from transformers import AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
 
-from mha2gqa import convert
+from mha2gqa import convert, run
+from mha2gqa.cli.commands import cli
+from mha2gqa.cli.exit_codes import run_command
 from mha2gqa.data import Pair, PairOptions
 from mha2gqa.data.generation import decode, generate_ids
 from mha2gqa.data.seq2seq import PairEncoder, open_encoder
-from mha2gqa.errors import DataError, UsageError
+from mha2gqa.errors import DataError, GateError, UsageError
 from mha2gqa.evaluation import LoadedModel, evaluate, measure_gates
 from mha2gqa.evaluation.generation_metrics import Texts, bleu_tokenizer, compare_texts, normaliser
 from mha2gqa.report.generation_scores import generation_differences
@@ -144,6 +146,59 @@ def test_the_original_writes_the_targets(root: Path, tmp_path: Path) -> None:
     assert original.loss < converted.loss  # its own text is likelier to itself
     beams = evaluate(models[0], tmp_path / "a.jsonl", targets="generate", beams=2, device="cpu")
     assert beams.models[0].tokens
+
+
+def exit_code(*words: object) -> int:
+    with pytest.raises(SystemExit) as ended:
+        run_command(cli, [str(word) for word in words])
+    code = ended.value.code
+    return code if isinstance(code, int) else 0
+
+
+def test_gates_know_what_auto_measures(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    speech = ("evaluate", root / "whisper", root / "whisper", "--data", root / "audio", "--metrics", "auto")
+    text = ("evaluate", root / "marian", root / "marian", "--data", root / "pairs.jsonl", "--metrics", "auto")
+    assert exit_code(*speech, "--max-wer-delta", 0) == 0
+    assert "gate max_wer_delta 0.0: " in capsys.readouterr().out
+    assert exit_code(*text, "--max-bleu-drop", 0) == 0
+    assert "has 0.0: ok" in capsys.readouterr().out  # not -0.0
+    for words in ((*text, "--max-wer-delta", 1), (*speech, "--max-bleu-drop", 1)):
+        assert exit_code(*words) == 2
+        assert "needs a figure that is not measured" in capsys.readouterr().err
+
+
+def test_recipes_have_the_gates_of_texts(root: Path, tmp_path: Path) -> None:
+    def recipe(metric: str, **report: float) -> dict[str, Any]:
+        return {
+            "source": str(root / "whisper"),
+            "output": str(tmp_path / "out"),
+            "convert": {"groups": 8, "method": "mean"},  # a copy, which writes what the original writes
+            "evaluate": {"data": [str(root / "audio")], "metrics": [metric]},
+            "report": {"formats": ["json"], **report},
+        }
+
+    for wrong in (recipe("cer", max_wer_delta=1), recipe("auto", max_bleu_drop=1)):
+        for dry_run in (True, False):
+            with pytest.raises(UsageError, match=r"report\.max_.*: needs a figure that is not measured"):
+                run(wrong, dry_run=dry_run)
+    assert not (tmp_path / "out").exists()
+    assert run(recipe("auto", max_wer_delta=0)).written
+    lost = recipe("wer", max_wer_delta=0) | {"convert": {"groups": 1, "method": "random"}}
+    with pytest.raises(GateError, match=r"converted: max_wer_delta .* against 0"):
+        run(lost | {"output": str(tmp_path / "lost"), "evaluate": lost["evaluate"] | {"targets": "generate"}})
+
+
+def test_options_about_text_have_no_effect_on_pairs_and_that_is_said(root: Path) -> None:
+    model, data = root / "bart", root / "pairs.jsonl"
+    plain = evaluate(model, data, device="cpu")
+    assert plain.settings["window"] is plain.settings["bos"] is None
+    given = {"window": 4, "stride": 2, "text_column": "x", "bos": "always"}
+    found = evaluate(model, data, device="cpu", metrics=["exact_match"], **given)
+    assert found.models[0].loss == plain.models[0].loss
+    assert set(found.warnings) - set(plain.warnings) == {
+        "pairs are read, no text: --window, --stride, --text-column, --bos have no effect",
+        "exact_match counts the texts that are the first model's, and there is no other model",
+    }
 
 
 def test_models_in_memory(root: Path) -> None:

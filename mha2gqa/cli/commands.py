@@ -117,11 +117,12 @@ def evaluate(**given: Any) -> None:
     check_output(output)
     with shown_progress("evaluate"):
         from ..evaluation import EvaluateConfig as Scored
-        from ..evaluation import check_limits, measure_gates, require
+        from ..evaluation import check_limits, measure_gates, measured_metrics, require
         from ..evaluation import evaluate as call
 
         scored = Scored(given["models"], (), against=given.get("against")).subjects
-        check_limits(len(scored), "against" in given, metrics=given.get("metrics", ()), **limits)
+        metrics = measured_metrics(scored, given.get("metrics", ())) if limits else ()
+        check_limits(len(scored), "against" in given, metrics=metrics, **limits)
         result = call(**given).to_dict()
     gates = measure_gates(result["models"], **limits)
     result |= {"gates": gates} if gates else {}

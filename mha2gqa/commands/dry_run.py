@@ -16,6 +16,8 @@ from ..data import PairOptions, read_documents
 from ..data.seq2seq import is_audio
 from ..data.sniffing import exists
 from ..errors import UsageError
+from ..evaluation import gates
+from ..evaluation.generation_metrics import named_metrics
 from ..report import FORMATS, becomes, hub_name, human_bytes, significant
 from ..uptraining import Budget, UptrainConfig, plan_budget
 from ..uptraining.budget import wanted_tokens
@@ -56,6 +58,7 @@ def rehearse(recipe: Recipe) -> tuple[list[dict[str, Any]], list[str]]:
         warnings += found.warnings
         stages.append(_planned("convert", _convert_detail(recipe, found)))
     _check_generate(recipe, config)
+    check_limits(recipe, config)
     texts = [*recipe.convert.calibration, *recipe.evaluate.data]
     stages.append(_planned("evaluate", _evaluate_detail(recipe, config)))
     if recipe.uptrain is not None:
@@ -79,6 +82,27 @@ def _check_generate(recipe: Recipe, config: Mapping[str, Any]) -> None:
     for option, texts in ((CALIBRATION, recipe.convert.calibration), (DATA, trained)):
         if GENERATE in texts:
             check_decoder(config, option)
+
+
+def gate_limits(recipe: Recipe) -> dict[str, Any]:
+    """The gates of `report` that are set, by name."""
+    found = {name: getattr(recipe.report, name, None) for name in gates.GATES}
+    return {name: limit for name, limit in found.items() if limit is not None}
+
+
+def check_limits(recipe: Recipe, config: Mapping[str, Any]) -> None:
+    """Refuse gates that need a figure which the recipe does not measure.
+
+    Args:
+        recipe: The recipe.
+        config: Raw config of its source.
+
+    Raises:
+        UsageError: The gate, and what it needs.
+    """
+    metrics = named_metrics(recipe.evaluate.metrics, is_audio(config))
+    for name, limit in gate_limits(recipe).items():
+        gates.check_limits(2, False, metrics=metrics, where=f"report.{name}", **{name: limit})
 
 
 def _planned(name: str, detail: str) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from ..results import Result
 from ..uptraining import uptrain
 from .bench import bench, longest_context
 from .builtin import resolve_data, resolve_model
-from .dry_run import rehearse
+from .dry_run import check_limits, gate_limits, rehearse
 from .report_data import Outcome, build_report
 from .stages import StageRecords
 
@@ -83,7 +83,7 @@ def run(
 
     Raises:
         UsageError, UnsupportedModelError: The recipe is invalid; nothing has been written.
-        GateError: `report.max_ppl_ratio` does not hold (after everything has been written).
+        GateError: A gate of `report` does not hold (after everything has been written).
         CheckpointError, DataError, TrainingError: As the stages raise them.
 
     Example:
@@ -172,6 +172,7 @@ class Job:
 
     def run(self) -> RunResult:
         """All stages, then the report and the gate."""
+        check_limits(self.recipe, load_config_json(self.source))
         self.records.expected = 2 if self.recipe.uptrain is None else 4
         with writing_to(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -195,7 +196,7 @@ class Job:
             outcome.warnings,
         )
         result.write_json(self.folder / "result.json")
-        check_gate(self.recipe, outcome.models)
+        check_gates(self.recipe, outcome.models)
         return result
 
     def convert(self) -> dict[str, Any]:
@@ -289,15 +290,14 @@ class Job:
         return {key: value for key, value in options.items() if key not in ("calibration", "device")}
 
 
-def check_gate(recipe: Recipe, models: Sequence[Mapping[str, Any]]) -> None:
-    """`report.max_ppl_ratio` on the last model.
+def check_gates(recipe: Recipe, models: Sequence[Mapping[str, Any]]) -> None:
+    """The gates of `report` on the last model.
 
     Raises:
-        GateError: It does not hold.
+        GateError: One does not hold.
     """
-    limit = recipe.report.max_ppl_ratio
-    if limit is not None:
-        require(measure_gates([models[0], models[-1]], max_ppl_ratio=limit))
+    if limits := gate_limits(recipe):
+        require(measure_gates([models[0], models[-1]], **limits))
 
 
 def command() -> str:

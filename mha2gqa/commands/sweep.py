@@ -19,7 +19,7 @@ from ..progress import current
 from ..report import write_pictures, write_report
 from ..results import Result
 from .builtin import resolve_model
-from .dry_run import rehearse
+from .dry_run import gate_limits, rehearse
 from .report_data import Outcome, build_report, title
 from .run_recipe import Job, as_recipe, check_recipe, command
 from .stages import StageRecords
@@ -132,8 +132,15 @@ def sweep(
     cells = grid(recipe)
     if dry_run:
         stages, warnings = rehearse(recipe)
-        return SweepResult(recipe.output, stages, warnings=warnings, dry_run=True)
+        return SweepResult(recipe.output, stages, warnings=[*_unjudged(recipe), *warnings], dry_run=True)
     return _Sweep(recipe, cells, force).run()
+
+
+def _unjudged(recipe: Recipe) -> list[str]:
+    """Warnings of gates, which have no effect here."""
+    return [
+        f"report.{name}: a sweep judges none of its models, read its table" for name in gate_limits(recipe)
+    ]
 
 
 class _Sweep:
@@ -143,7 +150,7 @@ class _Sweep:
         self.recipe, self.cells, self.force = recipe, cells, force
         self.folder = Path(recipe.output)
         self.stages: list[dict[str, Any]] = []
-        self.warnings: list[str] = []
+        self.warnings = _unjudged(recipe)
         self.trained: list[dict[str, Any]] = []
 
     def run(self) -> SweepResult:

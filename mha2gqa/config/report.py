@@ -35,6 +35,22 @@ class ReportConfig(Config):
         range="> 0",
         unset="no gate",
     )
+    max_wer_delta: float | None = option(
+        None,
+        "Quality gate: most percentage points that the word error rate may be above the original's.",
+        GATES,
+        where=(RECIPE,),
+        range=">= 0",
+        unset="no gate",
+    )
+    max_bleu_drop: float | None = option(
+        None,
+        "Quality gate: most points that BLEU may be below the original's.",
+        GATES,
+        where=(RECIPE,),
+        range=">= 0",
+        unset="no gate",
+    )
     license: str | None = option(
         None,
         "Licence of the source, for the model card, where its own card does not say.",

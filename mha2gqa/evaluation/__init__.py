@@ -14,6 +14,7 @@ from .evaluate_result import (
 from .gates import check_gates, check_limits, measure_gates, perplexity_ratio, require
 from .protocols import PROTOCOLS, Settings, Window
 from .scoring import block_loss
+from .setup import measured_metrics
 
 __all__ = [
     "PROTOCOLS",
@@ -34,6 +35,7 @@ __all__ = [
     "check_limits",
     "evaluate",
     "measure_gates",
+    "measured_metrics",
     "paired_test",
     "perplexity_ratio",
     "require",

@@ -178,7 +178,7 @@ def _judged(name: str, limit: float, row: Row, reference: Row) -> dict[str, Any]
     found = gate.measure(row, reference)
     value = math.nan if found is None else float(found)
     ok = value >= limit if gate.at_least else value <= limit  # NaN passes neither
-    shown = round(value, 6) if math.isfinite(value) else str(value)
+    shown = round(value, 6) + 0.0 if math.isfinite(value) else str(value)
     return {"gate": name, "model": row.get("path"), "limit": limit, "value": shown, "ok": ok}
 
 

@@ -18,26 +18,31 @@ if TYPE_CHECKING:
     from ..data.seq2seq import PairEncoder
 
 METRICS = ("wer", "cer", "bleu", "chrf", "exact_match")
-AUTO = "auto"
+AUTO, EXACT = "auto", "exact_match"
 LIBRARIES = {"wer": "jiwer", "cer": "jiwer", "bleu": "sacrebleu", "chrf": "sacrebleu"}
 SHOWN = 5  # texts kept for a look
 BLEU_TOKENIZERS = {"zh": "zh", "zho": "zh", "ja": "char", "jpn": "char", "th": "char", "tha": "char"}
 
 
+def named_metrics(names: Sequence[str], audio: bool) -> tuple[str, ...]:
+    """The metrics asked for, `auto` resolved: word errors for recordings, BLEU and chrF for text."""
+    usual = ("wer", "cer", "exact_match") if audio else ("bleu", "chrf", "exact_match")
+    return tuple(dict.fromkeys(m for name in names for m in (usual if name == AUTO else (name,))))
+
+
 def choose_metrics(names: Sequence[str], audio: bool) -> tuple[str, ...]:
-    """The metrics asked for, `auto` resolved: word errors for recordings, BLEU and chrF for text.
+    """`named_metrics`, as far as they can be measured.
 
     Raises:
         UsageError: An unknown name, or a library that is not installed.
     """
-    usual = ("wer", "cer", "exact_match") if audio else ("bleu", "chrf", "exact_match")
-    chosen = dict.fromkeys(m for name in names for m in (usual if name == AUTO else (name,)))
+    chosen = named_metrics(names, audio)
     for name in chosen:
         if name not in METRICS:
             raise UsageError(f"must be among {', '.join((AUTO, *METRICS))}", where=f"--metrics {name}")
         if name in LIBRARIES:
             _library(LIBRARIES[name], name)
-    return tuple(chosen)
+    return chosen
 
 
 def _library(name: str, metric: str) -> Any:

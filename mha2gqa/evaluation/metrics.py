@@ -16,7 +16,7 @@ from .bootstrap import Interval, PairedTest, bootstrap, paired_test
 from .context import context_warnings
 from .evaluate_result import Agreement, EvaluateResult, ModelResult, PositionLoss, WorstDocument, exp
 from .generation_metrics import Texts, bleu_tokenizer, compare_texts, normaliser
-from .protocols import SPAN_CORRUPTION, Skipped, Window, describe_bos
+from .protocols import PAIRS, SPAN_CORRUPTION, Skipped, Window, describe_bos
 from .scoring import TokenScores
 
 if TYPE_CHECKING:
@@ -193,7 +193,8 @@ def summarise(setup: ResolvedConfig, sources: Sources, documents: int, skipped: 
 
 def _settings(setup: ResolvedConfig) -> dict[str, Any]:
     config = setup.config
-    settings: dict[str, Any] = {"window": setup.window}
+    pairs = config.protocol == PAIRS  # which have lengths and prompts of their own
+    settings: dict[str, Any] = {"window": None if pairs else setup.window}
     if config.protocol == "window":
         settings["stride"] = setup.stride
     first = setup.entries[0]
@@ -202,7 +203,7 @@ def _settings(setup: ResolvedConfig) -> dict[str, Any]:
         "max_tokens": config.max_tokens,
         "dtype": str(setup.dtype).removeprefix("torch."),
         "device": str(setup.device),
-        "bos": describe_bos(first.tokenizer, config.protocol, first.bos),
+        "bos": None if pairs else describe_bos(first.tokenizer, config.protocol, first.bos),
     }
 
 

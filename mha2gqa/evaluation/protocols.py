@@ -347,10 +347,10 @@ def choose_bos(tokenizer: PreTrainedTokenizerBase, protocol: str, policy: str) -
     Raises:
         DataError: `always`, and the tokenizer has none.
     """
-    if policy == "always" and tokenizer.bos_token_id is None:
-        raise DataError("the tokenizer has no BOS token", where="--bos always", fix="use --bos auto")
     if policy == "never" or protocol == PAIRS:
         return None
+    if policy == "always" and tokenizer.bos_token_id is None:
+        raise DataError("the tokenizer has no BOS token", where="--bos always", fix="use --bos auto")
     if policy == "always" or protocol == "rolling":
         return tokenizer.bos_token_id
     return bos_id(tokenizer)

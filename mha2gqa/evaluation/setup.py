@@ -32,7 +32,7 @@ from ..data.seq2seq import PairEncoder, is_audio, load_extractor, open_encoder
 from ..data.spans import ENCODER_TOKENS, sentinel_ids
 from ..errors import DataError, UsageError, quoted
 from .evaluate_result import EvaluateConfig, LoadedModel, ModelRef, model_name
-from .generation_metrics import choose_metrics
+from .generation_metrics import AUTO, EXACT, choose_metrics, named_metrics
 from .lm_eval import TaskScores, check_tasks
 from .metrics import MetricSums
 from .protocols import PAIRS, PROTOCOLS, SEQ2SEQ, SPAN_CORRUPTION, choose_bos
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 DEFAULT_WINDOW = 2048
 CHECKED_PAIRS = 10_000  # looked at beforehand, at most
+TEXT_ONLY = ("window", "stride", "text_column", "bos")  # options that pairs have no use for
 PROBE_DOCUMENTS, PROBE_CHARACTERS = 20, 20_000  # text on which tokenizers are compared beforehand
 
 
@@ -134,6 +135,8 @@ def prepare(config: EvaluateConfig) -> ResolvedConfig:
     if isinstance(text, PairSource) and entries[0].encoder is not None:
         entries[0].encoder.check(itertools.islice(text, CHECKED_PAIRS))
     metrics = _metrics(config, entries[0])
+    if EXACT in config.metrics and len(entries) < 2:
+        warnings.append(f"{EXACT} counts the texts that are the first model's, and there is no other model")
     if config.retry_temperatures and isinstance(text, PairSource):
         tried = ", ".join(f"{t:g}" for t in config.retry_temperatures)
         warnings.append(f"texts that repeat themselves were written again at temperature {tried}")
@@ -199,9 +202,18 @@ def _open_data(config: EvaluateConfig, warnings: list[str]) -> tuple[TextSource 
     if asked or pairs.audio or pairs.fits() or not _sentinels(config):
         if not asked:
             warnings.append(f"encoder-decoder: scored by {PAIRS}")
+        warnings += _without_effect(config)
         return pairs, replace(config, protocol=PAIRS)
     warnings.append(f"encoder-decoder: scored by {SPAN_CORRUPTION}")
     return _text(config, warnings), replace(config, protocol=SPAN_CORRUPTION)
+
+
+def _without_effect(config: EvaluateConfig) -> list[str]:
+    """A warning of options about text, where pairs are read."""
+    given = [name for name in TEXT_ONLY if getattr(config, name) != getattr(EvaluateConfig, name)]
+    flags = [f"--{name.replace('_', '-')}" for name in given]
+    verb = "has" if len(flags) == 1 else "have"
+    return [f"pairs are read, no text: {', '.join(flags)} {verb} no effect"] if flags else []
 
 
 def _text(config: EvaluateConfig, warnings: list[str], rows: bool = False) -> TextSource:
@@ -243,6 +255,11 @@ def _metrics(config: EvaluateConfig, first: EvalModel) -> tuple[str, ...]:
             fix="evaluate an encoder-decoder on source and target, or on audio and text",
         )
     return choose_metrics(config.metrics, is_audio(first.config))
+
+
+def measured_metrics(subjects: Sequence[ModelRef], names: Sequence[str]) -> tuple[str, ...]:
+    """The metrics that an evaluation of these models will measure, `auto` resolved by what the first one reads."""
+    return named_metrics(names, AUTO in names and is_audio(_raw(subjects[0])))
 
 
 def _check_readable_again(text: TextSource | PairSource, config: EvaluateConfig) -> None:
@@ -341,6 +358,8 @@ def _check_kind(entry: EvalModel, protocol: str) -> None:
 
 
 def _window(config: EvaluateConfig, entries: list[EvalModel], warnings: list[str]) -> int:
+    if config.protocol == PAIRS:
+        return DEFAULT_WINDOW  # of batches: pairs have lengths of their own
     asked = config.window
     least = 2 if config.protocol == "wikitext2" else 1
     if asked is not None and asked < least:
@@ -367,7 +386,7 @@ def _window(config: EvaluateConfig, entries: list[EvalModel], warnings: list[str
 
 def _stride(config: EvaluateConfig, window: int, warnings: list[str]) -> int:
     if config.protocol != "window":
-        if config.stride is not None:
+        if config.stride is not None and config.protocol != PAIRS:
             warnings.append(f"--stride {config.stride} is ignored: protocol {config.protocol} has none")
         return window
     if config.stride is None:

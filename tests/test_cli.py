@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from typing import Any
 import click
 import pytest
 from click.testing import CliRunner
+from launching import BROKEN, CLOSED, started
 
 from mha2gqa.cli import commands
 from mha2gqa.cli.exit_codes import run_command
@@ -431,18 +431,13 @@ def test_unexpected_faults_are_one_line_too(args: list[str], variable: str, trac
     assert ("Traceback" in done.stderr) == traceback
 
 
-@pytest.mark.parametrize("stderr", ["2>/dev/full", "2>&-", "2> >(true)"])
+@pytest.mark.parametrize("stderr", ["/dev/full", CLOSED, BROKEN])
 def test_a_log_that_cannot_be_written_ends_no_work(stderr: str, pico: Path, tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "mha2gqa", "convert", str(pico), str(tmp_path / "out"), "--groups", "4"]
-    line = f"{shlex.join(words)} --json {stderr}"
-    done = subprocess.run(
-        ["bash", "-c", line], cwd=Path(__file__).parents[1], stdout=subprocess.PIPE, text=True
-    )
-    assert done.returncode == 0 and json.loads(done.stdout)["num_kv_heads"] == {"before": 8, "after": 4}
-    again = subprocess.run(
-        ["bash", "-c", line], cwd=Path(__file__).parents[1], stdout=subprocess.PIPE, text=True
-    )
-    assert again.returncode == 2 and json.loads(again.stdout)["error"]["exit_code"] == 2
+    words = ["-m", "mha2gqa", "convert", str(pico), str(tmp_path / "out"), "--groups", "4", "--json"]
+    done = started(words, tmp_path, stderr=stderr)
+    assert done.code == 0 and json.loads(done.stdout)["num_kv_heads"] == {"before": 8, "after": 4}
+    again = started(words, tmp_path, stderr=stderr)
+    assert again.code == 2 and json.loads(again.stdout)["error"]["exit_code"] == 2
 
 
 def test_logs_go_to_stderr(capsys: pytest.CaptureFixture[str], run: Run) -> None:

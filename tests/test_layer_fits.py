@@ -17,7 +17,7 @@ from launching import launch
 from safetensors.torch import load_file
 from seq2seq_models import saved
 from test_calibrated_fits import write_text
-from test_walk import LAYERS, MODELS, blocks, llama, of_type, same, save
+from test_walk import LAYERS, MODELS, WORKER, blocks, llama, of_type, same, save
 from walk_worker import FIT, OPTIONS, stop_after
 
 import mha2gqa
@@ -36,7 +36,7 @@ WORDS: dict[str, Any] = OPTIONS | {"fit": LAYER}
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(write_text(tmp_path_factory.mktemp("text") / "text.jsonl"))
+    return str(write_text(tmp_path_factory.mktemp("text") / "text.jsonl", documents=20))
 
 
 @pytest.mark.parametrize(
@@ -94,8 +94,7 @@ def test_processes_sum_the_gradients_of_the_whole_layer(text: str, tmp_path: Pat
     mha2gqa.convert(
         source, tmp_path / "one", 2, calibration=[text], **OPTIONS | {"fit": replace(FIT, train="layer")}
     )
-    worker = str(Path(__file__).with_name("walk_worker.py"))
-    launch([worker, str(source), str(tmp_path / "many"), text, "layer"], tmp_path, 2)
+    launch([WORKER, str(source), str(tmp_path / "many"), text, "layer"], tmp_path, 2)
     a, b = (load_file(tmp_path / folder / "model.safetensors") for folder in ("one", "many"))
     for tensor, x in a.items():  # sums are taken in another order
         torch.testing.assert_close(b[tensor], x, rtol=1e-3, atol=1e-3 * float(x.abs().max()))

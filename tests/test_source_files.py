@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import struct
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import pico_llama
+from launching import started
 from safetensors.torch import load_file, save_file
 
 from mha2gqa.checkpoints.finite import _PATTERNS, PIECE, all_finite
@@ -185,9 +184,8 @@ def test_a_source_that_changes_while_it_is_read_publishes_nothing(pico: Path, tm
 
     Each change happens when the partial folder is made.
     """
-    words = [sys.executable, "-c", CONVERT_EACH, str(pico), *CHANGES]
-    done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 0, done
+    done = started(["-c", CONVERT_EACH, str(pico), *CHANGES], tmp_path, where=tmp_path)
+    assert done.code == 0, done
     said = done.stdout.splitlines()
     assert len(said) == len(CHANGES)
     for line in said:

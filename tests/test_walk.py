@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import errno
 import json
-import os
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cache
 from itertools import count, islice
 from pathlib import Path
 from typing import Any
@@ -19,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import pico_llama, word_tokenizer
-from launching import launch
+from launching import launch, ranks, started
 from safetensors.torch import load_file, save_file
 from test_calibrated_fits import write_text
 from walk_worker import FIT, OPTIONS, stop_after
@@ -33,7 +30,8 @@ from mha2gqa.checkpoints.loading import load_model, load_tokenizer
 from mha2gqa.checkpoints.reader import open_checkpoint
 from mha2gqa.checkpoints.streaming import CheckpointLayers
 from mha2gqa.conversion import CalibrationOptions, search, through_model, walk, work_dir
-from mha2gqa.conversion.inputs import Inputs, calibration_inputs
+from mha2gqa.conversion.convert_result import ConvertResult
+from mha2gqa.conversion.inputs import Inputs, calibration_inputs, split_held_out
 from mha2gqa.conversion.work_dir import FinishedBlock, WorkDir
 from mha2gqa.errors import CheckpointError, DataError, UsageError
 from mha2gqa.reconstruct import ReconstructConfig, row_store
@@ -42,6 +40,7 @@ from mha2gqa.reconstruct.hidden_states import Stream
 from mha2gqa.reconstruct.row_store import Memory, RowStore
 from mha2gqa.uptraining.run_dir import RunDirectory
 
+WORKER = str(Path(__file__).with_name("walk_worker.py"))
 LAYERS = 4
 SIZES = {
     "vocab_size": 64,
@@ -133,7 +132,7 @@ MODELS: dict[str, Callable[[], Any]] = {make.__name__: make for make in CLASSES}
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(write_text(tmp_path_factory.mktemp("text") / "text.jsonl"))
+    return str(write_text(tmp_path_factory.mktemp("text") / "text.jsonl", documents=20))
 
 
 def save(model: Any, folder: Path) -> Path:
@@ -153,6 +152,32 @@ def blocks(source: Path, text: str) -> torch.Tensor:
 
 def same(a: Path, b: Path) -> bool:
     return all((b / f.name).read_bytes() == f.read_bytes() for f in a.glob("*.safetensors"))
+
+
+@dataclass(frozen=True)
+class Made:
+    """A saved model and its conversion in one go, which tests only read."""
+
+    source: Path
+    out: Path
+    result: ConvertResult
+
+
+@pytest.fixture(scope="module")
+def made(text: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Made]:
+    """`llama`, or `half` as for models too large for float32."""
+
+    @cache
+    def convert(name: str) -> Made:
+        folder = tmp_path_factory.mktemp(name)
+        source = save(MODELS[name](), folder / "source")
+        with pytest.MonkeyPatch.context() as patch:
+            if name == "half":
+                patch.setattr(through_model, "FLOAT32_PARAMETERS", 0)
+            result = mha2gqa.convert(source, folder / "out", 2, calibration=[text], **OPTIONS)
+        return Made(source, folder / "out", result)
+
+    return convert
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))
@@ -273,40 +298,44 @@ def test_a_walk_that_ends_early_gives_up_the_search_beside_it(
     [(1, []), (1, ["stored"]), *(pytest.param(at, [], marks=pytest.mark.slow) for at in (0, LAYERS - 1))],
 )
 def test_a_killed_walk_goes_on_after_its_last_layer_with_the_same_bytes(
-    layer: int, words: list[str], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    layer: int,
+    words: list[str],
+    made: Callable[[str], Made],
+    text: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    source = save(half() if words else llama(), tmp_path / "source")
+    whole = made("half" if words else "llama")
+    source = whole.source
     if words:  # as for models too large for float32
         monkeypatch.setattr(through_model, "FLOAT32_PARAMETERS", 0)
-    worker = [sys.executable, str(Path(__file__).with_name("walk_worker.py")), str(source)]
-    killed = subprocess.run([*worker, str(tmp_path / "out"), text, str(layer), *words], capture_output=True)
-    assert killed.returncode == -9 and not (tmp_path / "out").exists()
+    killed = started([WORKER, str(source), str(tmp_path / "out"), text, str(layer), *words], tmp_path)
+    assert killed.code == -9 and not (tmp_path / "out").exists()
     seen: list[tuple[str, int, int | None]] = []
     with progress.reporting(progress.Callback(lambda *at: seen.append(at))):
         mha2gqa.convert(source, tmp_path / "out", 2, calibration=[text], **OPTIONS)
-    whole = mha2gqa.convert(source, tmp_path / "whole", 2, calibration=[text], **OPTIONS)
-    assert same(tmp_path / "whole", tmp_path / "out")
+    assert same(whole.out, tmp_path / "out")
     resumed = json.loads((tmp_path / "out" / "mha2gqa.json").read_text())
-    assert resumed["calibration"]["losses"] == whole.calibration["losses"]
-    assert resumed["layers"] == whole.layers
+    assert resumed["calibration"]["losses"] == whole.result.calibration["losses"]
+    assert resumed["layers"] == whole.result.layers
     assert ("fitting", layer + 1, LAYERS) in seen
     assert not (tmp_path / "out.convert").exists()
 
 
 def test_the_loss_of_the_merged_model_is_left_out_where_its_hidden_states_are_lost(
-    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    made: Callable[[str], Made], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where a damaged file of the last finished layer was deleted, as its error says."""
-    source = save(llama(), tmp_path / "source")
-    whole = mha2gqa.convert(source, tmp_path / "whole", 2, calibration=[text], **OPTIONS)
+    whole = made("llama")
+    source = whole.source
     with monkeypatch.context() as patch:
         stop_after(patch, 2)
         with pytest.raises(KeyboardInterrupt):
             mha2gqa.convert(source, tmp_path / "out", 2, calibration=[text], **OPTIONS)
     (tmp_path / "out.convert" / "block-0002.safetensors").unlink()
     resumed = mha2gqa.convert(source, tmp_path / "out", 2, calibration=[text], **OPTIONS)
-    assert same(tmp_path / "whole", tmp_path / "out")
-    known = {name: loss for name, loss in whole.calibration["losses"].items() if name != "merged"}
+    assert same(whole.out, tmp_path / "out")
+    known = {name: loss for name, loss in whole.result.calibration["losses"].items() if name != "merged"}
     assert resumed.calibration["losses"] == known
     assert any("its loss is left out" in warning for warning in resumed.warnings)
 
@@ -448,64 +477,45 @@ def open_run(out: Path) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("make", "processes", "noise", "words"),
+    ("name", "processes", "noise", "words"),
     [
-        (llama, 2, 1e-3, []),  # sums are taken in another order: float32 noise, grown over some Adam steps
-        pytest.param(llama, 4, 1e-3, [], marks=pytest.mark.slow),
-        (half, 2, 2**-4, ["stored"]),  # noise of bfloat16, as much where gradients are sent in float32
+        ("llama", 2, 1e-3, []),  # sums are taken in another order: float32 noise, grown over some Adam steps
+        pytest.param("llama", 4, 1e-3, [], marks=pytest.mark.slow),
+        ("half", 2, 2**-4, ["stored"]),  # noise of bfloat16, as much where gradients are sent in float32
     ],
 )
 def test_processes_share_the_text_and_make_the_same_model(
-    make: Callable[[], Any],
+    name: str,
     processes: int,
     noise: float,
     words: list[str],
+    made: Callable[[str], Made],
     text: str,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    source = save(make(), tmp_path / "source")
-    if words:  # as for models too large for float32
-        monkeypatch.setattr(through_model, "FLOAT32_PARAMETERS", 0)
-    one = mha2gqa.convert(source, tmp_path / "one", 2, calibration=[text], **OPTIONS)
-    worker = str(Path(__file__).with_name("walk_worker.py"))
-    launch([worker, str(source), str(tmp_path / "many"), text, *words], tmp_path, processes)
-    a, b = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "many"))
-    for name, x in a.items():
+    one = made(name)
+    launch([WORKER, str(one.source), str(tmp_path / "many"), text, *words], tmp_path, processes)
+    a, b = (load_file(folder / "model.safetensors") for folder in (one.out, tmp_path / "many"))
+    for tensor, x in a.items():
         if x.dim() > 1 or not words:  # small gradients of biases are rounding alone, which Adam makes large
-            assert (b[name] - x).float().norm() <= noise * x.float().norm(), name
+            assert (b[tensor] - x).float().norm() <= noise * x.float().norm(), tensor
     manifest = json.loads((tmp_path / "many" / "mha2gqa.json").read_text())
-    assert manifest["grouping"] == {row["path"]: row["grouping"] for row in one.layers}
-    assert manifest["calibration"]["losses"] == pytest.approx(one.calibration["losses"], rel=noise / 10)
+    assert manifest["grouping"] == {row["path"]: row["grouping"] for row in one.result.layers}
+    assert manifest["calibration"]["losses"] == pytest.approx(
+        one.result.calibration["losses"], rel=noise / 10
+    )
     seconds = manifest["calibration"]["seconds_by_rank"]
     assert len(seconds) == processes and all(set(mine) == set(seconds[0]) for mine in seconds)
     assert {"statistics", "grouping", "fit", "saving"} <= set(seconds[0])
-    assert "seconds_by_rank" not in one.calibration
+    assert "seconds_by_rank" not in one.result.calibration
 
 
 def test_a_process_that_dies_ends_the_others_and_its_layers_are_kept(text: str, tmp_path: Path) -> None:
     source = save(llama(), tmp_path / "source")
-    words = [
-        sys.executable,
-        str(Path(__file__).with_name("walk_worker.py")),
-        str(source),
-        str(tmp_path / "out"),
-        text,
-    ]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    common = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    both = [
-        subprocess.Popen(
-            [*words, "die:1"], env=common | {"RANK": str(rank)}, stderr=subprocess.PIPE, text=True
-        )
-        for rank in range(2)
-    ]
-    _, said = both[0].communicate(timeout=600)
-    assert both[1].wait(timeout=600) == 9 and both[0].returncode == 1
-    assert "CheckpointError: convert: another process of the run has ended" in said
-    assert "the same command resumes from the last finished layer" in said
+    first, second = ranks([WORKER, str(source), str(tmp_path / "out"), text, "die:1"], tmp_path)
+    assert second.code == 9 and first.code == 1
+    assert "CheckpointError: convert: another process of the run has ended" in first.stderr
+    assert "the same command resumes from the last finished layer" in first.stderr
     assert [p.name for p in (tmp_path / "out.convert").glob("block-*")] == ["block-0000.safetensors"]
     assert not (tmp_path / "out").exists()
 
@@ -529,9 +539,9 @@ def test_a_file_that_changes_under_the_walk_publishes_nothing(
 
 
 def test_a_full_disk_names_the_file_and_what_is_kept(
-    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    made: Callable[[str], Made], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = save(llama(), tmp_path / "source")
+    source = made("llama").source
     saving = work_dir._save
 
     def full(path: Path, *rest: Any) -> None:
@@ -546,19 +556,17 @@ def test_a_full_disk_names_the_file_and_what_is_kept(
         ):
             mha2gqa.convert(source, tmp_path / "out", 2, calibration=[text], **OPTIONS)
     mha2gqa.convert(source, tmp_path / "out", 2, calibration=[text], **OPTIONS)
-    mha2gqa.convert(source, tmp_path / "whole", 2, calibration=[text], **OPTIONS)
-    assert same(tmp_path / "whole", tmp_path / "out")
+    assert same(made("llama").out, tmp_path / "out")
 
 
 @pytest.mark.parametrize("place", ["host", "disk"])
 def test_streams_elsewhere_give_the_same_bytes(
-    place: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: str, made: Callable[[str], Made], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = save(llama(), tmp_path / "source")
-    mha2gqa.convert(source, tmp_path / "near", 2, calibration=[text], **OPTIONS)
+    near = made("llama")
     monkeypatch.setattr(walk, "choose_place", lambda nbytes, device, sharing: place)
-    far = mha2gqa.convert(source, tmp_path / "far", 2, calibration=[text], **OPTIONS)
-    assert same(tmp_path / "near", tmp_path / "far")
+    far = mha2gqa.convert(near.source, tmp_path / "far", 2, calibration=[text], **OPTIONS)
+    assert same(near.out, tmp_path / "far")
     said = [
         warning for warning in far.warnings if "do not fit in host memory: they are kept on disk" in warning
     ]
@@ -683,8 +691,6 @@ def test_moments_that_are_saved_leave_the_device_with_their_layer(
 
 
 def walk_split(rows: torch.Tensor) -> tuple[Inputs, Inputs | None]:
-    from mha2gqa.conversion.inputs import split_held_out
-
     return split_held_out(Inputs(rows))
 
 
@@ -699,9 +705,9 @@ def test_a_layer_that_is_not_finite_is_named(text: str, tmp_path: Path) -> None:
 
 
 def test_memory_that_does_not_suffice_says_what_to_try_and_keeps_what_is_done(
-    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    made: Callable[[str], Made], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = save(llama(), tmp_path / "source")
+    source = made("llama").source
     visit = Fitter.visit
 
     def exhausted(self: Fitter, pairs: Any) -> Any:
@@ -714,5 +720,4 @@ def test_memory_that_does_not_suffice_says_what_to_try_and_keeps_what_is_done(
         with pytest.raises(CheckpointError, match=r"layers\.2: out of memory.*4 blocks of 16 .*batch_size=2"):
             mha2gqa.convert(source, tmp_path / "out", 2, calibration=[text], **OPTIONS)
     mha2gqa.convert(source, tmp_path / "out", 2, calibration=[text], **OPTIONS)
-    mha2gqa.convert(source, tmp_path / "whole", 2, calibration=[text], **OPTIONS)
-    assert same(tmp_path / "whole", tmp_path / "out")
+    assert same(made("llama").out, tmp_path / "out")

@@ -12,8 +12,9 @@ from families import stock_model
 from mha2gqa.checkpoints.loading import load_model
 from mha2gqa.commands.estimate import plan
 from mha2gqa.commands.run_recipe import run
-from mha2gqa.config import recipe_from_dict
+from mha2gqa.config import ConvertConfig, recipe_from_dict
 from mha2gqa.conversion.checkpoint import convert
+from mha2gqa.conversion.recommended import next_command
 from mha2gqa.errors import UnsupportedModelError, UsageError
 from mha2gqa.evaluation import evaluate
 from mha2gqa.report.terminal import render
@@ -32,7 +33,7 @@ def saved(name: str, folder: Path) -> Path:
             "whisper",
             64,
             512 * (64 + 12),
-            "--calibration RECORDINGS --targets generate",
+            "--calibration RECORDINGS --targets generate --source-lang LANGUAGE",
         ),  # it hears as much however little it writes
         ("bart", 64, 512 * (64 + 64), "--calibration PAIRS.jsonl"),
         ("t5", 512, 768 * (512 + 512), "--calibration TEXT.jsonl"),
@@ -87,7 +88,14 @@ def test_the_cache_of_a_sequence_is_told_by_its_parts(tmp_path: Path) -> None:
             "HELDOUT_RECORDINGS --source-lang en --task translate",
         ),
         ("bart", {"source_column": "a.b"}, "HELDOUT_PAIRS.jsonl --source-column a.b"),
-        ("t5", {"source_prefix": "to de: "}, "HELDOUT.jsonl --source-prefix 'to de: '"),
+        ("t5", {"source_prefix": "to de: "}, "HELDOUT_PAIRS.jsonl --source-prefix 'to de: '"),
+        ("t5", {}, "HELDOUT.jsonl"),
+        (
+            "m2m_100",
+            {"target_lang": "fr", "targets": "generate", "retry_temperatures": (0.2, 1.0)},
+            "HELDOUT_PAIRS.jsonl --target-lang fr --targets generate --retry-temperatures 0.2,1.0 "
+            "--source-lang LANGUAGE",
+        ),
     ],
 )
 def test_convert_ends_with_the_data_that_the_model_is_scored_on(
@@ -98,6 +106,12 @@ def test_convert_ends_with_the_data_that_the_model_is_scored_on(
     assert done.recommended == f"mha2gqa evaluate {source} {tmp_path / 'out'} --data {words}"
     assert render(done.to_dict()).rstrip().endswith(f"Next: {done.recommended}")
     assert "recommended" not in json.loads((tmp_path / "out" / "mha2gqa.json").read_text())
+
+
+def test_a_whisper_that_knows_english_only_is_told_no_language() -> None:
+    source = {"model_type": "whisper", "is_encoder_decoder": True, "vocab_size": 51864}
+    words = next_command(ConvertConfig("whisper", "small", 4), source)
+    assert words == "mha2gqa evaluate whisper small --data HELDOUT_RECORDINGS"
 
 
 def test_a_context_beyond_the_decoders_positions_is_said(tmp_path: Path) -> None:

@@ -232,6 +232,14 @@ def test_data_that_cannot_calibrate(root: Path, tmp_path: Path, kind: str, data:
     assert not (tmp_path / "out").exists()
 
 
+def test_options_about_text_have_no_effect_on_pairs_and_that_is_said(root: Path) -> None:
+    plain = inputs_for(root, "marian")
+    found = inputs_for(root, "marian", window=8, text_column="x")
+    assert set(found.warnings) - set(plain.warnings) == {
+        "pairs are read, no text: --calibration-window, --text-column have no effect"
+    }
+
+
 def test_transcripts_that_are_empty_say_who_can_write_them(root: Path, tmp_path: Path) -> None:
     audio_folder(tmp_path / "mute", ["", "", "", ""])
     with pytest.raises(

@@ -124,6 +124,15 @@ def test_audio_folders(tmp_path: Path) -> None:
         list(PairSource(tmp_path / "text", audio=True))
 
 
+def test_a_recording_is_no_text(tmp_path: Path) -> None:
+    folder = audio_folder(tmp_path / "a", ["w1"])
+    for audio, name in ((False, "a0.wav"), (True, "*")):  # the glob has the table, too
+        with pytest.raises(
+            DataError, match=r"a0\.wav: a recording, where text or a table is read; give text"
+        ):
+            list(PairSource(str(folder / name), audio=audio))
+
+
 def test_recordings_in_columns(tmp_path: Path) -> None:
     import datasets
 

@@ -129,7 +129,9 @@ def test_missing_sentinels_and_short_blocks_are_errors_that_say_what_to_do(tmp_p
     with pytest.raises(DataError, match=r"14 sentinel tokens .* it has 2; use a window of at most 49"):
         span_corruption(few, {"pad_token_id": 0}, 284)
     none = sentinel_tokenizer(tmp_path / "none", [])
-    with pytest.raises(DataError, match="it has none; use the tokenizer the model came with"):
+    with pytest.raises(
+        DataError, match="it has none; use the tokenizer the T5 came with; other models read pairs"
+    ):
         span_corruption(none, {"pad_token_id": 0}, 284)
     with pytest.raises(UsageError, match="cannot be corrupted"):
         span_corruption(few, {"pad_token_id": 0}, 2)

@@ -372,6 +372,7 @@ def test_layers_are_not_left_out_at_random(root: Path) -> None:
         ("whisper", "text.jsonl", {}, "no column 'audio' or 'text'|no column 'audio'; the columns are text"),
         ("marian", "pairs.jsonl", {"window": 64}, "window 64: has no meaning for objective pairs; pairs have lengths"),
         ("marian", "pairs.jsonl", {"streaming": True}, "streaming True: has no meaning for objective pairs"),
+        ("marian", "pairs.jsonl", {"assistant_only_loss": False}, "assistant_only_loss False: has no meaning for objective pairs"),
         ("marian", "pairs.jsonl", {"text_column": "a"}, "name the columns with source_column and target_column"),
         ("marian", "pairs.jsonl", {"teacher_top_k": 8}, "teacher_top_k: not possible with pairs; leave it out"),
         (

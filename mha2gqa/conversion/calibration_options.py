@@ -72,6 +72,14 @@ class CalibrationOptions:
         if self.statistics:
             check_name(Path(self.statistics))
 
+    def text_only(self) -> list[str]:
+        """A warning of options about text, where pairs are read."""
+        given = {"--calibration-window": self.window != WINDOW}
+        given["--text-column"] = self.text_column != ConvertConfig.text_column
+        flags = [flag for flag, is_given in given.items() if is_given]
+        verb = "has" if len(flags) == 1 else "have"
+        return [f"pairs are read, no text: {', '.join(flags)} {verb} no effect"] if flags else []
+
     @classmethod
     def of(
         cls, config: ConvertConfig, texts: tuple[str, ...] | TextSource, groupings: Groupings | None = None

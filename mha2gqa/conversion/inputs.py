@@ -236,7 +236,7 @@ def _pair_inputs(
             where="--calibration",
             fix="give some hundreds of pairs, or minutes of speech",
         )
-    report = [*pairs.warnings, *encoder.report(), *_said(pairs.empty)]
+    report = [*pairs.warnings, *encoder.report(), *_said(pairs.empty), *options.text_only()]
     if len(examples) == most:
         report.append(f"calibrated on {most:,} recordings, which is the most, with {count:,} target tokens")
     return Inputs(made.rows() | {LABELS: made.labels}, tuple(report), options.pairs.generated)

@@ -39,12 +39,12 @@ def loss_warnings(losses: Mapping[str, float], vocabulary: int | None) -> list[s
     if merged is not None and fitted is not None and not exact and not fitted < merged:
         found.append(
             f"fitting did not lower the loss on held-out calibration text ({merged:.4f} merged, {fitted:.4f} fitted): "
-            "give it more text (--calibration-tokens), or leave it out (--no-refit --no-reconstruct)"
+            "give it more data (--calibration, --calibration-tokens), or leave it out (--no-refit --no-reconstruct)"
         )
     if original is not None and vocabulary and original > UNIFORM_SHARE * math.log(vocabulary):
         found.append(
             f"the original's own loss on the calibration text is {original:.4f} (a uniform guess over {vocabulary:,} "
-            f"tokens: {math.log(vocabulary):.4f}): is this text of the kind the model was trained on?"
+            f"tokens: {math.log(vocabulary):.4f}): is it of the kind the model was trained on?"
         )
     return found
 

@@ -150,6 +150,12 @@ def sniff_file(path: Path) -> list[SourceFile]:
     head = _head(path)
     if head.startswith(LFS):
         raise DataError("a Git LFS pointer, not the data itself", where=path, fix="run git lfs pull")
+    if path.suffix.lower() in AUDIO_SUFFIXES:
+        raise DataError(
+            "a recording, where text or a table is read",
+            where=path,
+            fix="give text or pairs; to a speech model the folder of recordings, or files of sound alone",
+        )
     compression = next((c for c, magic in COMPRESSIONS.items() if head.startswith(magic)), compression)
     if compression == ".zip":
         return _sniff_zip(path)

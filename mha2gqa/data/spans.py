@@ -175,7 +175,7 @@ def span_corruption(
             where=where,
             fix=f"use a window of at most {longest}"
             if longest
-            else "use the tokenizer the model came with; only models pretrained on corrupted spans (T5) have them",
+            else "use the tokenizer the T5 came with; other models read pairs",
         )
     if tokenizer.eos_token_id is None:
         raise DataError("no end-of-text token", where=where, fix="set eos_token in tokenizer_config.json")

@@ -28,6 +28,7 @@ TEXT_ONLY = {
     "window": "pairs have lengths of their own",
     "text_column": "name the columns with source_column and target_column",
     "streaming": "leave it out",
+    "assistant_only_loss": "leave it out",
     "teacher_cache": "leave it out",
 }
 

@@ -206,6 +206,8 @@ def shorter_fits(groups: Sequence[int], budgets: Sequence[int], seeds: Sequence[
             shorter = replace(like, tokens=0, equal_to=like.key, seed=seed)
             cells += [replace(_mean_like(like), seed=seed)]
             cells += [replace(shorter, fit=fit) for fit in ("refit", "fits100", "fits300")]
+    for row in (_taught, _mixed):  # on the same tokens
+        cells += [replace(row(n, tokens), fit="fits300") for tokens in budgets for n in groups]
     return cells
 
 

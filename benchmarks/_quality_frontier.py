@@ -20,6 +20,7 @@ SEED = re.compile(r"/seed\d+$")
 STEPS_OF_FITS = {"", *PLAIN_FITS} - {"e2e"}
 # What the other fits are called.
 WAYS = {"e2e": "end to end on 4.2M tokens", "layer03": "whole layers trained"}
+SHORTER = {"fits100": "100 steps of fits", "fits300": "300 steps of fits"}
 
 Rows = Mapping[str, Sequence[Mapping[str, Any]]]  # by key without the seed
 
@@ -374,7 +375,7 @@ def row_name(cell: Cell) -> str:
     name = form_name(cell) + (f" (cache of GQA-{cell.groups})" if cell.wide > 1 else "")
     name += ", generated text" if cell.text == "generate" else ""
     if cell.fit in STEPS_OF_FITS and not (cell.tokens and cell.fit == "fits"):
-        name += f", {cell.fit}"
+        name += f", {SHORTER.get(cell.fit, cell.fit)}"
     if cell.tokens:
         name += f", {OBJECTIVES.get(cell.objective, 'text')} {cell.tokens / 1e6:.3g}M tokens"
         name += f" {OVER[cell.over][1]}" if cell.over else ""

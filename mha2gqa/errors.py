@@ -74,6 +74,7 @@ class Mha2gqaError(Exception):
 def reason(error: BaseException, limit: int = 200) -> str:
     """What a library said, for a message of one line: line breaks closed up, lists of hundreds cut."""
     words = " ".join(str(error).split()) or type(error).__name__
+    words = f"lacks {words}" if type(error) is KeyError else words  # which says no more than the key
     return words if len(words) <= limit else words[:limit].rsplit(" ", 1)[0] + " …"
 
 

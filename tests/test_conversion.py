@@ -13,14 +13,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import pico_llama
+from conftest import pico_llama, word_tokenizer
 from safetensors.torch import load_file, save_file
+from training import write_text
 from transformers import AutoModelForCausalLM
 
 from mha2gqa import heads
 from mha2gqa.architectures import AttentionSpec
 from mha2gqa.conversion.checkpoint import convert, convert_model, convert_state_dict
 from mha2gqa.errors import CheckpointError, UnsupportedModelError, UsageError
+from mha2gqa.uptraining import uptrain
 from mha2gqa.verification.checks import verify
 
 IDS = torch.arange(3, 33).view(2, 15)
@@ -278,6 +280,27 @@ def test_a_killed_conversion_leaves_no_output_and_can_be_rerun(pico: Path, tmp_p
     assert not (tmp_path / "out").exists()
     convert(pico, tmp_path / "out", 2)
     assert verify(tmp_path / "out", against=pico).ok
+
+
+def test_what_was_trained_is_not_held_against_the_source_and_another_model_is_named(
+    pico: Path, tmp_path: Path
+) -> None:
+    out, text = tmp_path / "out", write_text(tmp_path / "text.jsonl")
+    convert(word_tokenizer(pico), out, 2, method="mean")
+    words = {"tokens": 256, "window": 16, "batch_tokens": 128, "device": "cpu"}
+    for train in ("all", "attention"):
+        uptrain(out, tmp_path / train, str(text), train=train, **words)
+        assert verify(tmp_path / train, against=pico).ok
+    (path,) = (tmp_path / "attention").glob("*.safetensors")
+    weights = load_file(path)
+    weights["model.embed_tokens.weight"] += 1  # which no step has trained
+    save_file(weights, path, metadata={"format": "pt"})
+    assert "embed_tokens" in str([c.detail for c in verify(tmp_path / "attention", against=pico).checks])
+    manifest = json.loads((out / "mha2gqa.json").read_text())
+    manifest["reexpression"] = {"source_type": "gpt_neox", "target_type": "phi"}
+    (out / "mha2gqa.json").write_text(json.dumps(manifest))
+    said = verify(out, against=pico).checks[-1].detail
+    assert said.endswith("is a llama model, and it was converted from a gpt_neox model")
 
 
 def test_verify_finds_what_is_wrong(pico: Path, tmp_path: Path) -> None:

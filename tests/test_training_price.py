@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import pico_llama
 from families import llama_shape
 
 from mha2gqa.commands.describe import describe
@@ -77,6 +78,12 @@ def test_training_of_7b_with_its_teacher_costs_what_was_measured_within_half(
         assert measured / 1.5 <= said <= measured * 1.5
 
 
+def short_llama(folder: Path) -> Path:
+    """A model of fewer positions than `uptrain` takes by default."""
+    pico_llama().save_pretrained(folder / "short")
+    return folder / "short"
+
+
 def test_less_is_trained_or_kept_the_less_it_costs(tmp_path: Path) -> None:
     found = plan(llama_shape(tmp_path, *SHAPES["7b"]), groups=8, uptrain_tokens=10**8).memory
     by_name = {
@@ -87,6 +94,7 @@ def test_less_is_trained_or_kept_the_less_it_costs(tmp_path: Path) -> None:
     }
     one = {name: by_name[(name, "adamw_torch_fused", 1)] for name in found["sets"]}
     assert one["all"]["blocks"] == 0 and one["all"]["hours"] is None
+    assert found["window"] == 2048 and plan(short_llama(tmp_path), groups=2).memory["window"] == 128
     assert one["attention"]["blocks"] and one["lora"]["blocks"] >= one["attention"]["blocks"]
     assert one["lora"]["hours"] <= one["attention"]["hours"]
     two = by_name[("attention", "adamw_torch_fused", 2)]

@@ -43,7 +43,7 @@ from .estimate_warnings import (
 )
 from .estimate_wide import Form, wide_figures, wide_parallel_warnings
 from .plan_result import PlanResult
-from .training_price import training_price
+from .training_price import WINDOW, training_price
 
 __all__ = ["PlanResult", "plan", "suggested"]
 
@@ -267,7 +267,10 @@ def _prices(model: Description, decided: Plan, asked: PlanConfig) -> tuple[dict[
     """The price of calibrating and fitting, and that of uptraining."""
     if decided.spec.unread:
         return {}, {"unpriced": "", "sets": {}}
-    training = training_price(model, decided, gpu_memory=asked.gpu_memory, tokens=asked.uptrain_tokens)
+    window = min(WINDOW, _reach(model.config)[0] or WINDOW)
+    training = training_price(
+        model, decided, gpu_memory=asked.gpu_memory, tokens=asked.uptrain_tokens, window=window
+    )
     return _calibration(model, decided, asked), training
 
 

@@ -32,6 +32,9 @@ def check_against(checkpoint: Checkpoint, source: Checkpoint) -> Check:
     """
     place = checkpoint.path / MANIFEST
     manifest = read_json(place)
+    was, kind = _source_type(manifest), source.config.get("model_type")
+    if was is not None and was != kind:
+        return Check(NAME, False, f"{source.path} is a {kind} model, and it was converted from a {was} model")
     seen = as_architecture(source, _num_kv_heads(manifest, place), _target_type(manifest, place))
     if isinstance(seen, ArchConvertedCheckpoint):
         check = check_arch_conversion(source.config, seen.found)
@@ -57,10 +60,14 @@ def check_against(checkpoint: Checkpoint, source: Checkpoint) -> Check:
 
 
 def _trained(manifest: Mapping[str, Any], modules: Sequence[AttentionModule]) -> set[str]:
-    """Tensors of decoder layers that were made, not copied, where whole layers were trained."""
+    """Tensors that were made, not copied, beside attention: by uptraining, or of layers that were trained whole."""
     facts, digests = manifest.get("calibration"), manifest.get(DIGESTS)
+    if not isinstance(digests, Mapping):
+        return set()
+    if "uptrain" in manifest:
+        return set(digests)
     fit = facts.get("fit") if isinstance(facts, Mapping) else None
-    if not isinstance(fit, Mapping) or fit.get("train") != "layer" or not isinstance(digests, Mapping):
+    if not isinstance(fit, Mapping) or fit.get("train") != "layer":
         return set()
     blocks = tuple({f"{module.block}." for module in modules})
     return {name for name in digests if name.startswith(blocks)}
@@ -100,6 +107,13 @@ def _num_kv_heads(manifest: Mapping[str, Any], place: Path) -> int:
     if isinstance(after, bool) or not isinstance(after, int) or after < 1:
         raise _broken(place, "num_kv_heads", counts)
     return after
+
+
+def _source_type(manifest: Mapping[str, Any]) -> str | None:
+    """Type of the model that was written as another architecture, if it was."""
+    found = manifest.get("reexpression")
+    kind = found.get("source_type") if isinstance(found, Mapping) else None
+    return kind if isinstance(kind, str) else None
 
 
 def _target_type(manifest: Mapping[str, Any], place: Path) -> str:

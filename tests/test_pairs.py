@@ -20,8 +20,9 @@ from transformers import AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
 
 from mha2gqa.data.audio import Audio, to_audio
 from mha2gqa.data.generation import _room, _Sampled, decode, generate_ids, repeats, with_targets
-from mha2gqa.data.pairs import Pair, PairOptions, PairSource, recordings
+from mha2gqa.data.pairs import Pair, PairOptions, PairSource
 from mha2gqa.data.prompts import _some_of, languages
+from mha2gqa.data.recordings import recordings
 from mha2gqa.data.seq2seq import PairEncoder, open_encoder, pad_encoder
 from mha2gqa.errors import CheckpointError, DataError, UsageError
 
@@ -336,7 +337,8 @@ def test_the_prompt_of_whisper(models: dict[str, Path], tmp_path: Path) -> None:
     assert many.prompt == ids(["<|startoftranscript|>", "<|de|>", "<|translate|>", "<|notimestamps|>"])
     for options, message in (
         (PairOptions(), "needs the language that is spoken; name it with --source-lang"),
-        (PairOptions(source_language="xx"), "--source-lang xx: is not a language of Whisper; codes are af"),
+        (PairOptions(source_language="xx"), "--source-lang xx: is not a language of Whisper; it has af, am,"),
+        (PairOptions(source_language="Deutsch"), "is not a language of Whisper; it has de and 99 more"),
         (PairOptions(source_language="fr"), "--source-lang fr: .* has no language fr; it has de, en$"),
         (PairOptions(source_language="en", task="sing"), "--task sing: must be transcribe or translate"),
         (
@@ -629,6 +631,47 @@ def test_recordings_are_found_by_a_glob(tmp_path: Path) -> None:
     assert recordings(str(folder / "*")) == []  # a table is among them
     with pytest.raises(DataError, match="no file matches"):
         PairSource(str(folder / "*.flac"), audio=True)
+
+
+def test_folders_of_splits_are_not_mixed(tmp_path: Path) -> None:
+    for split, count in (("train", 3), ("test", 2)):
+        (audio_folder(tmp_path / "a" / split, ["w1"] * count) / "metadata.csv").unlink()
+    audio_folder(tmp_path / "b", ["w1"])
+    (tmp_path / "b" / "a0.wav").rename(tmp_path / "b" / "microphone_test.wav")  # names of files are no splits
+    (tmp_path / "b" / "metadata.csv").unlink()
+    for hidden in ("b/._microphone_test.wav", "b/.cache/x.wav", "b/metadata.txt"):
+        (tmp_path / hidden).parent.mkdir(exist_ok=True)
+        (tmp_path / hidden).write_text("not sound")
+
+    def found(name: str) -> int:
+        return len(list(PairSource(str(tmp_path / name), audio=True, targets=False)))
+
+    assert (found("a::train"), found("a::test"), found("a::all"), found("b")) == (3, 2, 5, 1)
+    with pytest.raises(
+        UsageError, match=r"several splits, which are not mixed: test \(2\), train \(3\); choose one"
+    ):
+        found("a")
+    with pytest.raises(DataError, match="no files of a split validation"):
+        found("a::validation")
+    with pytest.raises(DataError, match="no such file or folder"):  # is not looked for on the Hub
+        found("b/none.wav")
+
+
+def test_tables_beside_recordings(tmp_path: Path) -> None:
+    folder = audio_folder(tmp_path / "a", ["w1", "w2"])
+    (folder / "speakers.csv").write_text("name,age\nx,1\n")
+    source = PairSource(folder, audio=True)
+    assert [pair.target for pair in source] == ["w1", "w2"]
+    assert source.warnings == [
+        f"{folder}: not read beside its metadata: speakers.csv; name a file to read it"
+    ]
+    (folder / "speakers.csv").unlink()
+    (folder / "metadata.csv").rename(folder / "said.csv")
+    with pytest.raises(
+        DataError, match=r"recordings without transcripts; name \S*said.csv itself, with the columns"
+    ):
+        list(PairSource(folder, audio=True))
+    assert [pair.target for pair in PairSource(folder / "said.csv", audio=True)] == ["w1", "w2"]
 
 
 def test_an_empty_folder_is_told_in_words_of_recordings(tmp_path: Path) -> None:

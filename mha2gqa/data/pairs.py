@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from itertools import islice
@@ -13,10 +12,11 @@ from ..checkpoints.hf_config import is_encoder_decoder
 from ..config.pair_options import PairConfig
 from ..errors import DataError, Mha2gqaError, UsageError, reason
 from ..modeling import PREFIX
-from .audio import AUDIO_SUFFIXES, Audio, to_audio
+from .audio import Audio, to_audio
 from .formats import column_names, hub_records, records, shown_columns, undecoded
 from .memory import IN_MEMORY, names_or_items
-from .sniffing import Sniffed, SourceFile, by_name, exists, sniff
+from .recordings import recordings, sniff_recordings, tables_beside
+from .sniffing import SourceFile, sniff
 
 AUDIO_COLUMNS = ("audio", "file_name", "path")
 TRANSCRIPT_COLUMNS = ("text", "transcription", "transcript", "sentence", "target")
@@ -81,7 +81,8 @@ class PairSource:
         self._asked = (source_column, target_column)
         names, self._items = names_or_items(data)
         self._parts = [
-            (name, None if audio and recordings(name) else _sniffed(name, audio)) for name in names
+            (name, None if audio and recordings(name) else sniff_recordings(name) if audio else sniff(name))
+            for name in names
         ]
         self.warnings = [w for _, found in self._parts if found for w in found.warnings]
         self.empty = 0
@@ -171,10 +172,12 @@ class PairSource:
 
     def _from_recordings(self, name: str, files: list[Path]) -> Iterator[Pair]:
         if self.targets:
+            there = tables_beside(name)
+            table = f"name {there[0]} itself" if there else "add metadata.csv"
             raise DataError(
                 "recordings without transcripts",
                 where=name,
-                fix="add metadata.csv with the columns file_name and text, or let the original write them: "
+                fix=f"{table}, with the columns file_name and text, or let the original write them: "
                 "--targets generate",
             )
         for file in files:
@@ -274,40 +277,6 @@ def is_audio(config: Mapping[str, Any]) -> bool:
 def stock_type(config: Mapping[str, Any]) -> str:
     """The model type, for a converted model that brings its own code that of its original."""
     return str(config.get("model_type")).removeprefix(PREFIX)
-
-
-def _sniffed(name: str, audio: bool) -> Sniffed | None:
-    """What a name stands for; a folder for a speech model that holds nothing is refused in words of recordings.
-
-    Raises:
-        DataError: As `sniff`.
-    """
-    folder = Path(name).expanduser()
-    if (
-        audio
-        and exists(folder)
-        and folder.is_dir()
-        and not any(by_name(p.name)[1] for p in folder.rglob("*"))
-    ):
-        raise DataError(
-            "no recordings in this folder, and no table of them",
-            where=name,
-            fix=f"known are {', '.join(AUDIO_SUFFIXES)}, with metadata.csv or metadata.jsonl for transcripts",
-        )
-    return sniff(name)
-
-
-def recordings(name: str) -> list[Path]:
-    """The recordings a name stands for where no table lies beside them: a file of sound, a folder of them, a glob."""
-    path = Path(name).expanduser()
-    if not exists(path):
-        found = sorted(map(Path, glob.glob(str(path), recursive=True))) if glob.has_magic(name) else []  # noqa: PTH207
-        return found if all(p.suffix.lower() in AUDIO_SUFFIXES and p.is_file() for p in found) else []
-    if path.is_file():
-        return [path] if path.suffix.lower() in AUDIO_SUFFIXES else []
-    if any(path.rglob("metadata.*")):
-        return []
-    return sorted(p for p in path.rglob("*") if p.suffix.lower() in AUDIO_SUFFIXES and p.is_file())
 
 
 def _is_empty(value: Any) -> bool:

@@ -221,6 +221,6 @@ def whisper_language(name: str) -> str:
         raise UsageError(
             "is not a language of Whisper",
             where=f"--source-lang {name}",
-            fix=f"codes are {', '.join(sorted(LANGUAGES)[:12])} …",
+            fix=_some_of(LANGUAGES, code),
         )
     return code

@@ -6,7 +6,7 @@ import glob
 import re
 import zipfile
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -88,7 +88,7 @@ def sniff(name: str) -> Sniffed | None:
         DataError: There is nothing of that name, or nothing in it that can be read.
         UsageError: A folder holds several splits and none was chosen.
     """
-    path, split = _parted(name)
+    path, split = parted(name)
     if exists(path) and path.is_dir():
         return _sniff_folder(path, split)
     if split is not None:
@@ -111,7 +111,7 @@ def sniff(name: str) -> Sniffed | None:
     return None
 
 
-def _parted(name: str) -> tuple[Path, str | None]:
+def parted(name: str) -> tuple[Path, str | None]:
     """Path and split of a name."""
     path = Path(name).expanduser()
     if SPLIT_MARK in name and not exists(path):
@@ -131,7 +131,7 @@ def exists(path: Path) -> bool:
 def looks_like_file(name: str) -> bool:
     """Whether a name is meant as a local path, going by its form."""
     suffix = PurePosixPath(name).suffix.lower()
-    by_suffix = suffix in FORMATS or suffix in COMPRESSIONS
+    by_suffix = suffix in FORMATS or suffix in COMPRESSIONS or suffix in AUDIO_SUFFIXES
     return by_suffix or name.startswith((".", "/", "~")) or name.count("/") > 1 or SPLIT_MARK in name
 
 
@@ -221,7 +221,7 @@ def _sniff_folder(folder: Path, split: str | None) -> Sniffed:
         there = f" (it holds {_names(left_out)})" if left_out else ""
         endings = ", ".join((*FORMATS, *COMPRESSIONS))
         raise DataError(f"no data file in this folder{there}", where=folder, fix=f"known are {endings}")
-    data, chosen = _of_split(folder, data, split)
+    data, chosen = of_split(folder, data, split)
     files = [file for path in data for file in sniff_file(folder / path)]
     warnings = [*chosen, *_mixed_formats(folder, files)]
     if left_out:
@@ -236,7 +236,7 @@ def _listed(folder: Path) -> tuple[list[Path], list[Path]]:
     except OSError as error:
         raise DataError(f"cannot be listed ({reason(error)})", where=folder) from error
     seen = [p for p in listed if not any(part.startswith(".") for part in p.parts)]
-    if any(p.stem == "metadata" for p in seen):  # a table of recordings, which it names itself
+    if any(map(is_metadata, seen)):  # a table of recordings, which it names itself
         seen = [p for p in seen if p.suffix.lower() not in AUDIO_SUFFIXES]
     data = [p for p in seen if _may_be_data(p)]
     prose = [p for p in data if by_name(p.name)[1] == "text"]
@@ -247,14 +247,32 @@ def _listed(folder: Path) -> tuple[list[Path], list[Path]]:
     return data, [p for p in seen if p not in set(data)]
 
 
+def is_metadata(path: Path) -> bool:
+    """Whether a file is the table of the recordings beside it, by its name."""
+    return path.name.partition(".")[0] == "metadata" and by_name(path.name)[1] not in (None, "text")
+
+
 def _may_be_data(path: Path) -> bool:
     compression, kind = by_name(path.name)
     return (kind is not None or compression == ".zip") and not BESIDE.fullmatch(path.name)
 
 
-def _of_split(folder: Path, data: list[Path], split: str | None) -> tuple[list[Path], list[str]]:
-    """The files of one split, and what to say of it."""
-    splits = {path: split_of(path.as_posix()) for path in data}
+def of_split(
+    folder: Path, data: list[Path], split: str | None, named: Callable[[Path], str] = Path.as_posix
+) -> tuple[list[Path], list[str]]:
+    """The files of one split, and what to say of it.
+
+    Args:
+        folder: Where they are.
+        data: Files relative to it.
+        split: As asked, None where none was.
+        named: What of a file says which split it belongs to.
+
+    Raises:
+        UsageError: There are several, and none was asked for.
+        DataError: There is none of that name.
+    """
+    splits = {path: split_of(named(path)) for path in data}
     found = Counter(s or "others" for s in splits.values())
     if split == ALL_SPLITS:
         return data, [f"{folder}: reads the splits {', '.join(sorted(found))} together"] if len(

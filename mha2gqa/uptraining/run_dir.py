@@ -19,8 +19,8 @@ from ..checkpoints.fingerprints import file_fingerprint
 from ..checkpoints.json_files import read_json
 from ..config.option import declared
 from ..config.pair_options import PairConfig
-from ..data.pairs import recordings
 from ..data.reading import local_files
+from ..data.recordings import recordings
 from ..errors import CheckpointError, UsageError, quoted, reason
 from .budget import UptrainConfig
 

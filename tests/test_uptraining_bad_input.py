@@ -230,10 +230,12 @@ def test_what_nobody_has_proven_of_deepspeed(error, tmp_path, settings, words, m
     assert not list(tmp_path.iterdir())
 
 
-def test_deepspeed_of_the_launcher_goes_past_no_check(error, monkeypatch):
-    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    said = "ACCELERATE_USE_DEEPSPEED: asks for DeepSpeed with settings that are not checked; launch without --use_deepspeed"
-    assert said in error("--tokens=256", code=2)
+@pytest.mark.parametrize(("name", "option"), [("DeepSpeed", "deepspeed=FILE"), ("FSDP", "fsdp=true")])
+def test_what_a_launcher_asks_for_goes_past_no_check(error, monkeypatch, name, option):
+    variable = f"ACCELERATE_USE_{name.upper()}"
+    monkeypatch.setenv(variable, "true")
+    said = f"{variable}: asks for {name} with settings that are not checked; launch without --use_{name.lower()}, and give "
+    assert f"{said}--set {option}" in error("--tokens=256", code=2)
 
 
 def test_a_config_of_deepspeed_that_is_not_there(error):

@@ -391,9 +391,21 @@ def test_a_file_that_has_changed_since_the_first_layers_is_seen(
     with pytest.raises(UsageError, match=r"2 finished layers .*measured_on"):
         mha2gqa.convert(source, tmp_path / "out", 2, calibration=[text], **words)
     moments.unlink()
+    with monkeypatch.context() as patch:  # the disk is full where the walk ends: another place is named
+        patch.setattr("safetensors.torch.save_file", full)
+        with pytest.raises(UsageError, match=r"st: cannot be written .*No space.*name another file, and run"):
+            mha2gqa.convert(source, tmp_path / "out", 2, calibration=[text], **words)
+    assert not list(tmp_path.glob("st*"))
+    words["statistics"] = str(tmp_path / "elsewhere")
     mha2gqa.convert(source, tmp_path / "out", 2, calibration=[text], **words)
     manifest = json.loads((tmp_path / "out" / "mha2gqa.json").read_text())
     assert set(map(str, manifest["grouping"].values())) == {"[[0, 1, 2, 3], [4, 5, 6, 7]]"}
+
+
+def full(tensors: Any, path: Any, metadata: Any = None) -> None:
+    if "st" in Path(path).name.split("."):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    save_file(tensors, path, metadata)
 
 
 def test_what_failed_before_its_first_layer_leaves_nothing_and_another_run_is_left_alone(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..architectures import AttentionModule
-from ..checkpoints.atomic import touch
+from ..checkpoints.atomic import replacing, touch
 from ..errors import UsageError
 
 FIELDS = ("inputs", "mixed", "queries")
@@ -131,37 +131,36 @@ class Statistics:
                     tensors[f"{key}.{name}"] = _packed(x.cpu())
             if module.clipped is not None:
                 tensors[f"{key}.{CLIPPED}"] = module.clipped
-        path, partial = Path(path), writable(path)
+        path = Path(path)
+        writable(path)
         metadata = {"mha2gqa": json.dumps({"schema_version": 1, "about": self.about, "sites": flags})}
         try:
-            partial.touch()
-            mode = partial.stat().st_mode  # as the user's umask has it: safetensors would keep others out
-            save_file(tensors, partial, metadata)
-            partial.chmod(mode)
-            partial.replace(path)
+            with replacing(path) as partial:
+                partial.touch()
+                mode = partial.stat().st_mode  # as the user's umask has it: safetensors would keep others out
+                save_file(tensors, partial, metadata)
+                partial.chmod(mode)
         except (OSError, SafetensorError) as error:
-            partial.unlink(missing_ok=True)
-            raise _unwritable(path, error) from error
+            fix = "free space, or name another file, and run the same command again"
+            raise _unwritable(path, error, fix) from error
         return path
 
 
-def writable(path: str | Path) -> Path:
-    """The file that `path` is written as until it is whole; made and removed once, to see that it can be.
+def writable(path: str | Path) -> None:
+    """See that `path` can be written.
 
     Raises:
         UsageError: Nothing can be written there.
     """
     path = Path(path)
     try:
-        return touch(path)
+        touch(path)
     except OSError as error:
         raise _unwritable(path, error) from error
 
 
-def _unwritable(path: Path, error: Exception) -> UsageError:
-    return UsageError(
-        f"cannot be written ({error})", where=f"--statistics {path}", fix="name a file in a folder of yours"
-    )
+def _unwritable(path: Path, error: Exception, fix: str = "name a file in a folder of yours") -> UsageError:
+    return UsageError(f"cannot be written ({error})", where=f"--statistics {path}", fix=fix)
 
 
 def load_statistics(path: str | Path) -> Statistics:

@@ -264,7 +264,7 @@ def _as_stored(
 
 def _work_keys(job: _Job, plan: Plan, layers: Layers) -> dict[str, Any]:
     """Everything that decides what a walk makes; `plan` is in the names of the model."""
-    statistics, seen = job.options.statistics, split_held_out(job.inputs)[0]
+    seen = split_held_out(job.inputs)[0]
     moments = {} if job.statistics is None else job.statistics.about
     return {
         "source": checkpoint_fingerprint(job.checkpoint.path),
@@ -275,7 +275,7 @@ def _work_keys(job: _Job, plan: Plan, layers: Layers) -> dict[str, Any]:
         "grouping": job.options.how(plan),
         "groupings": {m.path: [list(g) for g in m.grouping] for m in plan.modules},
         "calibration": data_digest(job.inputs.rows),
-        "statistics": None if statistics is None else str(statistics),
+        "statistics": job.options.statistics is not None,  # a layer's moments are kept with it then
         "measured_on": moments.get("data_sha256") or data_digest(seen.read),
         "fit": None if job.fit is None else asdict(job.fit),
         "seed": plan.seed,

@@ -19,6 +19,7 @@ from ..errors import UsageError, quoted
 from .budget import Budget
 from .deepspeed_config import check_deepspeed
 from .json_settings import read_settings
+from .launched import ASKED, check_launched
 from .model_prep import OWN_LOSS, require_liger
 
 MICRO_BATCH_TOKENS = {"cpu": 4096, "default": 16_384}
@@ -160,7 +161,10 @@ def build_arguments(
             where="fsdp",
             fix="start with torchrun --nproc_per_node N -m mha2gqa uptrain …, or leave fsdp out",
         )
-    check_deepspeed(extra.get("deepspeed"), config.teacher_dtype)
+    for name in ASKED:
+        check_launched(name, extra.get(name))
+    if extra.get("deepspeed"):
+        check_deepspeed(extra["deepspeed"], config.teacher_dtype)
     if extra.get("use_liger_kernel"):
         require_liger()
         extra["liger_kernel_config"] = dict(extra.get("liger_kernel_config") or {}) | OWN_LOSS

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
@@ -11,7 +10,6 @@ from ..errors import UsageError, quoted
 from .json_settings import read_settings
 
 FSDP_OFFLOAD = "--set fsdp=true --set 'fsdp_config={\"cpu_offload\": true}'"
-LAUNCHED = "ACCELERATE_USE_DEEPSPEED"  # set by `accelerate launch --use_deepspeed`
 _FIX = "give its config as a JSON file, such as examples/deepspeed_zero3.json"
 
 
@@ -19,22 +17,13 @@ def check_deepspeed(config: Any, teacher_dtype: str | None) -> None:
     """Refuse what DeepSpeed could do and nobody has proven: weights of a wrong run look like those of a right one.
 
     Args:
-        config: TrainingArguments' `deepspeed`: a mapping, JSON, or the path of a JSON file; empty for none.
+        config: TrainingArguments' `deepspeed`: a mapping, JSON, or the path of a JSON file.
         teacher_dtype: Of the run.
 
     Raises:
-        UsageError: The config holds no settings, asks for offload, or the teacher is in 8 bits; or the package is missing;
-            or DeepSpeed has no config, but was asked for by the launcher, whose settings nothing here reads.
+        UsageError: The config holds no settings, asks for offload, or the teacher is in 8 bits; or the package is missing.
         CheckpointError: It is a file, and cannot be read.
     """
-    if not config:
-        if os.environ.get(LAUNCHED, "").lower() in ("1", "true", "yes", "on"):
-            raise UsageError(
-                "asks for DeepSpeed with settings that are not checked",
-                where=LAUNCHED,
-                fix="launch without --use_deepspeed, and give --set deepspeed=FILE",
-            )
-        return
     settings = read_settings(config, "deepspeed", _FIX)
     zero = settings.get("zero_optimization", {})
     if not isinstance(zero, Mapping):

@@ -259,6 +259,12 @@ def test_a_model_that_writes_nothing_cannot_calibrate(
         convert(root / "whisper", tmp_path / "out", 4, calibration=audio, targets="generate", device="cpu")
 
 
+def test_few_examples_are_told_as_such(root: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps(ROWS[0] | {"target": "w1 w2 w3 w4 w5 w6 w7 w8"}) + "\n")
+    found = convert(root / "marian", tmp_path / "out", 4, calibration=tmp_path / "a.jsonl", device="cpu")
+    assert any(w.startswith("1 examples are too few to fit modules") for w in found.warnings), found.warnings
+
+
 def test_few_targets_are_refused(root: Path, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps(ROWS[0] | {"target": "w1"}))
     with pytest.raises(

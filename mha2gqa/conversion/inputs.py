@@ -109,6 +109,13 @@ class Inputs:
         return len(self) * self.window
 
     @property
+    def counted(self) -> str:
+        """The rows for a message: blocks of so many tokens, or examples."""
+        if isinstance(self.rows, Tensor):
+            return f"{len(self)} blocks of {self.window} tokens"
+        return f"{len(self)} examples"
+
+    @property
     def targets(self) -> dict[str, Any]:
         """`examples` of an encoder-decoder, their `target_tokens`, and how these were `generated`, for the manifest.
 

@@ -46,8 +46,7 @@ def walked(
     seen, kept = split_held_out(inputs)
     if kept is None and fit is not None:
         warnings.append(
-            f"{len(seen)} blocks of {seen.window} tokens are too few to fit modules and to judge the fit: "
-            "refit and reconstruct are left out"
+            f"{seen.counted} are too few to fit modules and to judge the fit: refit and reconstruct are left out"
         )
         fit = None
     plan, options = with_groupings(plan, options)

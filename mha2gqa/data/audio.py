@@ -116,14 +116,16 @@ def to_audio(value: Any, place: str, folder: Path | None = None) -> Audio:
     if isinstance(value, bytes) and value:
         return Audio(place, data=value)
     if isinstance(value, dict):
-        if value.get("array") is not None and value.get("sampling_rate"):
+        if value.get("array") is not None and int(value.get("sampling_rate") or 0) > 0:
             return Audio(place, samples=_array(value["array"], place), rate=int(value["sampling_rate"]))
         if value.get("bytes"):
             return Audio(place, data=bytes(value["bytes"]))
         if value.get("path"):
             return to_audio(value["path"], place, folder)
     raise DataError(
-        f"a {type(value).__name__} is not a recording", where=place, fix="name the column of audio"
+        f"a {type(value).__name__} is not a recording",
+        where=place,
+        fix="name the column of audio; of samples array and sampling_rate are needed",
     )
 
 

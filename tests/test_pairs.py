@@ -657,6 +657,21 @@ def test_folders_of_splits_are_not_mixed(tmp_path: Path) -> None:
         found("b/none.wav")
 
 
+def test_recordings_of_kinds_that_are_not_read_are_told(tmp_path: Path) -> None:
+    folder = audio_folder(tmp_path / "a", ["w1", "w2"])
+    (folder / "metadata.csv").unlink()
+    (folder / "b.M4A").write_bytes(b"x")
+    source = PairSource(folder, audio=True, targets=False)
+    assert len(list(source)) == 2
+    assert source.warnings == [f"{folder}: not read: b.M4A; convert them to WAV or FLAC"]
+    for name in ("a0.wav", "a1.wav"):
+        (folder / name).unlink()
+    with pytest.raises(
+        DataError, match=r"no recordings in this folder, and no table of them \(\.M4A are not read\)"
+    ):
+        PairSource(folder, audio=True, targets=False)
+
+
 def test_tables_beside_recordings(tmp_path: Path) -> None:
     folder = audio_folder(tmp_path / "a", ["w1", "w2"])
     (folder / "speakers.csv").write_text("name,age\nx,1\n")

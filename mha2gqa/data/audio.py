@@ -14,6 +14,16 @@ import numpy as np
 from ..errors import DataError, UsageError, reason
 
 AUDIO_SUFFIXES = (".wav", ".flac", ".ogg", ".oga", ".opus", ".mp3", ".aiff", ".aif", ".au", ".w64")
+UNREAD_SUFFIXES = (
+    ".m4a",
+    ".mp4",
+    ".aac",
+    ".webm",
+    ".wma",
+    ".amr",
+    ".3gp",
+    ".mka",
+)  # which libsndfile does not read
 FEATURE_BYTES = 1 << 30  # of features kept at a time: a thousand recordings of Whisper
 INSTALL = "run pip install 'mha2gqa[audio]'"
 INTEGERS = ("uint8", "int16", "int32")  # of sound

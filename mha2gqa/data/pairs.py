@@ -15,8 +15,8 @@ from ..modeling import PREFIX
 from .audio import Audio, to_audio
 from .formats import column_names, hub_records, records, shown_columns, undecoded
 from .memory import IN_MEMORY, names_or_items
-from .recordings import recordings, sniff_recordings, tables_beside
-from .sniffing import SourceFile, sniff
+from .recordings import recordings, sniff_recordings, tables_beside, unread
+from .sniffing import Sniffed, SourceFile, sniff
 
 AUDIO_COLUMNS = ("audio", "file_name", "path")
 TRANSCRIPT_COLUMNS = ("text", "transcription", "transcript", "sentence", "target")
@@ -80,12 +80,16 @@ class PairSource:
         self._written: list[Pair] | None = None
         self._asked = (source_column, target_column)
         names, self._items = names_or_items(data)
-        self._parts = [
-            (name, None if audio and recordings(name) else sniff_recordings(name) if audio else sniff(name))
-            for name in names
-        ]
+        self._parts = [(name, self._sniffed(name)) for name in names]
         self.warnings = [w for _, found in self._parts if found for w in found.warnings]
+        self.warnings += [w for name, found in self._parts if audio and found is None for w in unread(name)]
         self.empty = 0
+
+    def _sniffed(self, name: str) -> Sniffed | None:
+        """The tables of a name; None for a data set of the Hub, and for recordings alone."""
+        if not self.audio:
+            return sniff(name)
+        return None if recordings(name) else sniff_recordings(name)
 
     @property
     def names(self) -> list[str]:

@@ -6,7 +6,7 @@ import glob
 from pathlib import Path
 
 from ..errors import DataError, listed
-from .audio import AUDIO_SUFFIXES
+from .audio import AUDIO_SUFFIXES, UNREAD_SUFFIXES
 from .sniffing import Sniffed, by_name, exists, is_metadata, of_split, parted, sniff
 
 
@@ -18,8 +18,10 @@ def sniff_recordings(name: str) -> Sniffed | None:
     """
     folder = Path(name).expanduser()
     if exists(folder) and folder.is_dir() and not any(by_name(p.name)[1] for p in folder.rglob("*")):
+        kinds = sorted({p.suffix for p in folder.rglob("*") if p.suffix.lower() in UNREAD_SUFFIXES})
+        others = f" ({', '.join(kinds)} are not read)" if kinds else ""
         raise DataError(
-            "no recordings in this folder, and no table of them",
+            f"no recordings in this folder, and no table of them{others}",
             where=name,
             fix=f"known are {', '.join(AUDIO_SUFFIXES)}, with metadata.csv or metadata.jsonl for transcripts",
         )
@@ -61,6 +63,14 @@ def recordings(name: str) -> list[Path]:
 
 def _is_sound(path: Path) -> bool:
     return path.suffix.lower() in AUDIO_SUFFIXES and path.is_file()
+
+
+def unread(name: str) -> list[str]:
+    """A warning of recordings in a folder that are of kinds which are not read."""
+    path, _ = parted(name)
+    files = sorted(path.rglob("*")) if exists(path) and path.is_dir() else []
+    found = [p.name for p in files if p.suffix.lower() in UNREAD_SUFFIXES and not p.name.startswith(".")]
+    return [f"{name}: not read: {listed(found)}; convert them to WAV or FLAC"] if found else []
 
 
 def tables_beside(name: str) -> list[str]:

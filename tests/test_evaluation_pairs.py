@@ -326,6 +326,25 @@ def test_metrics_are_those_of_the_libraries() -> None:
     right = sacrebleu.corpus_bleu(SECOND, [RIGHT]).score - sacrebleu.corpus_bleu(FIRST, [RIGHT]).score
     assert bleu.difference == pytest.approx(right) and bleu.low <= bleu.difference <= bleu.high
     assert compare_texts(texts("bleu"), SECOND, FIRST, "first").paired["bleu"] == bleu  # the seed decides
+    chrf = found.paired["chrf"]
+    right = sacrebleu.corpus_chrf(SECOND, [RIGHT]).score - sacrebleu.corpus_chrf(FIRST, [RIGHT]).score
+    assert chrf.difference == pytest.approx(right) and chrf.low <= chrf.difference <= chrf.high
+    same = compare_texts(texts("chrf"), FIRST, FIRST, "first").paired["chrf"]
+    assert (same.difference, same.low, same.high, same.p_value, same.units) == (0, 0, 0, 1, 3)
+
+
+def test_the_interval_of_chrf_is_that_of_whole_corpora_resampled() -> None:
+    """sacrebleu's own figure of the lines that each resample draws."""
+    found = compare_texts(texts("chrf"), SECOND, FIRST, "first").paired["chrf"]
+    drawn = np.random.default_rng(0).multinomial(3, np.full(3, 1 / 3), size=1000)
+    differences = []
+    for counts in drawn[:200]:
+        rows = np.repeat(np.arange(3), counts)
+        right = [[RIGHT[i] for i in rows]]
+        ours, theirs = (sacrebleu.corpus_chrf([t[i] for i in rows], right).score for t in (SECOND, FIRST))
+        differences.append(ours - theirs)
+    assert np.quantile(differences, 0.025) == pytest.approx(found.low, abs=0.5)
+    assert np.quantile(differences, 0.975) == pytest.approx(found.high, abs=0.5)
 
 
 def test_a_transcript_of_signs_only_counts_what_is_said() -> None:

@@ -124,10 +124,12 @@ def compare_texts(
         counts = _bleu_counts(texts, written)
         found["bleu"] = _bleu(counts.sum(axis=0))
         if original is not None and len(written) > 1:
-            paired["bleu"] = _paired_bleu(counts, _bleu_counts(texts, original), against, seed)
+            paired["bleu"] = _paired_corpus(_bleu, counts, _bleu_counts(texts, original), against, seed)
     if "chrf" in texts.metrics:
-        chrf = _library("sacrebleu", "chrf").CHRF()
-        found["chrf"] = float(chrf.corpus_score(list(written), [list(texts.references)]).score)
+        counts = _chrf_counts(texts, written)
+        found["chrf"] = _chrf(counts.sum(axis=0))
+        if original is not None and len(written) > 1:
+            paired["chrf"] = _paired_corpus(_chrf, counts, _chrf_counts(texts, original), against, seed)
     if "exact_match" in texts.metrics and original is not None:
         found["exact_match"] = 100 * float(np.mean([a == b for a, b in zip(written, original, strict=True)]))
     rows = zip(texts.places, texts.references, written, strict=True)
@@ -163,7 +165,7 @@ def _errors(texts: Texts, written: Sequence[str], name: str) -> tuple[np.ndarray
     return errors, lengths
 
 
-# --- BLEU ------------------------------------------------------------------------------------------------
+# --- BLEU and chrF ---------------------------------------------------------------------------------------
 
 
 def _bleu_counts(texts: Texts, written: Sequence[str]) -> np.ndarray:
@@ -183,17 +185,33 @@ def _bleu(counts: np.ndarray) -> float:
     return float(compute(whole[:4], whole[4:8], whole[8], whole[9], smooth_method="exp").score)
 
 
-def _paired_bleu(own: np.ndarray, other: np.ndarray, against: str, seed: int) -> PairedTest:
-    """Paired bootstrap of the difference of BLEU, examples resampled (Koehn 2004)."""
+def _chrf_counts(texts: Texts, written: Sequence[str]) -> np.ndarray:
+    """What chrF is made of, of each example: n-grams of it, of its reference and of both, `[n, 18]`."""
+    chrf = _library("sacrebleu", "chrf").CHRF()
+    return np.array(
+        chrf._extract_corpus_statistics(list(written), [list(texts.references)]), dtype=np.float64
+    ).reshape(len(written), -1)
+
+
+def _chrf(counts: np.ndarray) -> float:
+    """chrF of summed counts `[18]`."""
+    chrf = _library("sacrebleu", "chrf").CHRF()
+    return float(chrf._compute_score_from_stats([int(x) for x in counts]).score)
+
+
+def _paired_corpus(
+    score: Callable[[np.ndarray], float], own: np.ndarray, other: np.ndarray, against: str, seed: int
+) -> PairedTest:
+    """Paired bootstrap of the difference of a score of summed counts, examples resampled (Koehn 2004)."""
     n = len(own)
     generator = np.random.default_rng(seed)
     drawn = generator.multinomial(n, np.full(n, 1 / n), size=RESAMPLES).astype(np.float64)  # [R, n]
-    differences = np.array([_bleu(a) - _bleu(b) for a, b in zip(drawn @ own, drawn @ other, strict=True)])
+    differences = np.array([score(a) - score(b) for a, b in zip(drawn @ own, drawn @ other, strict=True)])
     low, high = np.quantile(differences, [0.025, 0.975])
     beyond = min((differences <= 0).sum(), (differences >= 0).sum())
     return PairedTest(
         against,
-        _bleu(own.sum(axis=0)) - _bleu(other.sum(axis=0)),
+        score(own.sum(axis=0)) - score(other.sum(axis=0)),
         float(differences.std(ddof=1)),
         float(low),
         float(high),

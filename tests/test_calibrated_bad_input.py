@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -94,6 +95,30 @@ def test_where_statistics_cannot_be_written_is_seen_before_the_model_runs(
     with pytest.raises(UsageError, match=r"^statistics .*st: cannot be written"):
         convert(source, tmp_path / "out", 2, **words)
     assert not stages and not (tmp_path / "out").exists()
+
+
+def test_what_is_asked_and_cannot_be_had_is_told(source: Path, text: str, tmp_path: Path) -> None:
+    def said(name: str, **changes: Any) -> list[str]:
+        return convert(source, tmp_path / name, 2, **options(text, **changes)).warnings
+
+    few, many = replace(FEW, batch_size=2), replace(FEW, batch_size=500)
+    usual = said("usual", fit=few)
+    longer = said("longer", fit=few, calibration_window=1000)
+    assert any("1,000: the model was built for 128 tokens, and so long are the blocks" in w for w in longer)
+    found = said("more", fit=many, calibration_tokens=10**7)
+    assert any("10,000,000: the text has " in w and "all of which are used" in w for w in found)
+    assert any(re.search(r"the text has \d+ blocks: steps of \d+ are made, not of 500", w) for w in found)
+    off = said("off", reconstruct=False, fit={"steps": 3, "patience": 2, "distill_steps": 4})
+    assert any("steps, patience, distill_steps have no effect without the regression" in w for w in off)
+    assert any("steps has no effect" in w for w in said("quick", reconstruct=False, effort="quick", fit=None))
+    assert any(
+        "ridge has no effect without the refit" in w
+        for w in said("no", refit=False, fit={"ridge": 0.1, "steps": 2})
+    )
+    without = convert(source, tmp_path / "plain", 2, calibration_tokens=5, text_column="body").warnings
+    assert any(w.startswith("no text is read: ") and "calibration" in w and "column" in w for w in without)
+    for warnings in (usual, off):
+        assert not any("all of which" in w or "so long are" in w or "no text" in w for w in warnings)
 
 
 def test_statistics_of_other_text_are_used_and_said(source: Path, text: str, tmp_path: Path) -> None:

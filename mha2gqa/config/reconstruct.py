@@ -16,6 +16,18 @@ EFFORTS: Mapping[Effort, Mapping[str, Any]] = {
     "normal": {},
     "thorough": {"train": "layer"},
 }
+# Settings that nothing but the regression reads.
+OF_THE_REGRESSION = (
+    "steps",
+    "learning_rate",
+    "relative",
+    "schedule",
+    "warmup",
+    "betas",
+    "check_every",
+    "patience",
+    "distill_steps",
+)
 EFFORT_HELP = (
     "How hard the fits try: quick makes 300 steps a layer in place of 1,000, thorough trains all parameters of each "
     "decoder layer in place of its attention projections alone. mha2gqa plan prices each."
@@ -147,6 +159,12 @@ class ReconstructConfig(Config):
         """Settings that were given and have no effect, each with what it needs."""
         if self.train == "layer" and not self.trains_layer:
             yield "train=layer has no effect without the regression"
+        unused = [key for key in OF_THE_REGRESSION if key in self.given and not self.regress]
+        if unused:
+            verb = "has" if len(unused) == 1 else "have"
+            yield f"{', '.join(unused)} {verb} no effect without the regression"
+        if "ridge" in self.given and not self.refit:
+            yield "ridge has no effect without the refit"
         if "rest_rate" in self.given and self.train != "layer":
             yield "rest_rate has no effect without train=layer"
         if "distill_rate" in self.given and not (self.regress and self.distill_steps):

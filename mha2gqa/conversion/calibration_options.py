@@ -17,6 +17,12 @@ CALIBRATED = ("joint", "align")  # methods that know which heads fit together, a
 FLOAT32_PARAMETERS = 10**9  # models up to this size are worked on in float32
 WINDOW = ConvertConfig.calibration_window
 Stage = Callable[[str, int, int], None]
+# Options that say how text is read.
+ABOUT_TEXT = {
+    "tokens": "--calibration-tokens",
+    "window": "--calibration-window",
+    "text_column": "--text-column",
+}
 GIVEN = "given"  # the groupings that the plan holds
 UNITS = {"statistics": "blocks", "grouping": "layers", "fitting": "layers", "distilling": "steps"}
 
@@ -74,11 +80,35 @@ class CalibrationOptions:
 
     def text_only(self) -> list[str]:
         """A warning of options about text, where pairs are read."""
-        given = {"--calibration-window": self.window != WINDOW}
-        given["--text-column"] = self.text_column != ConvertConfig.text_column
-        flags = [flag for flag, is_given in given.items() if is_given]
+        return self._unread("pairs are read, no text", "window", "text_column")
+
+    def _unread(self, why: str, *names: str) -> list[str]:
+        """A warning of those of these options that were given."""
+        flags = [flag for name, flag in ABOUT_TEXT.items() if name in names and self._asked(name)]
         verb = "has" if len(flags) == 1 else "have"
-        return [f"pairs are read, no text: {', '.join(flags)} {verb} no effect"] if flags else []
+        return [f"{why}: {', '.join(flags)} {verb} no effect"] if flags else []
+
+    def _asked(self, name: str) -> bool:
+        """Whether an option differs from its default."""
+        return bool(getattr(self, name) != type(self).__dataclass_fields__[name].default)
+
+    def cut(self, window: int, tokens: int) -> list[str]:
+        """Warnings of sizes that were asked for, where model or text have less.
+
+        Args:
+            window: Tokens of a block.
+            tokens: Of all blocks.
+        """
+        found = []
+        if self._asked("window") and window < min(self.window, tokens):
+            found.append(
+                f"--calibration-window {self.window:,}: the model was built for {window:,} tokens, and so long are the blocks"
+            )
+        if self._asked("tokens") and tokens + window <= self.tokens:
+            found.append(
+                f"--calibration-tokens {self.tokens:,}: the text has {tokens:,}, all of which are used"
+            )
+        return found
 
     @classmethod
     def of(
@@ -117,7 +147,9 @@ class CalibrationOptions:
             plan: The conversion.
             fit: The stages after merging, None for none.
         """
-        found = [] if self.texts else self.pairs.without_effect()
+        found = []
+        if not self.texts:
+            found += [*self.pairs.without_effect(), *self._unread("no text is read", *ABOUT_TEXT)]
         if self.fit is not None and fit is None:
             found.append(
                 "no module is fitted (there is no calibration data, or the fits are off): --fit and --effort have no effect"

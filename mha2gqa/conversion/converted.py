@@ -43,3 +43,13 @@ def fit_config(config: ReconstructConfig, inputs: Inputs) -> ReconstructConfig:
     """The stages with a batch of so many blocks as a step's tokens make, which the text fills several times."""
     config = config.for_window(inputs.window)
     return replace(config, batch_size=min(config.batch_size, max(1, len(inputs) // 8)))
+
+
+def small_batches(asked: ReconstructConfig, made: ReconstructConfig, inputs: Inputs) -> list[str]:
+    """A warning of a batch that was asked for and is more than the text can fill several times."""
+    wanted = asked.for_window(inputs.window).batch_size
+    if made.batch_size >= wanted or not {"batch_size", "batch_tokens"} & asked.given:
+        return []
+    return [
+        f"--fit: the text has {len(inputs):,} blocks: steps of {made.batch_size} are made, not of {wanted}"
+    ]

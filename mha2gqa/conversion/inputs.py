@@ -194,15 +194,20 @@ def calibration_inputs(
     embeddings = getattr(known_config(config), "vocab_size", None)
     where = tokenizer.name_or_path or "tokenizer"
     ids = within(encode_documents(tokenizer, texts), embeddings, where)
-    unused = options.pairs.without_effect()
+    overlap = 0 if is_encoder_decoder(config) else 1
+    blocks = calibration_blocks(ids, window, options.tokens, overlap)
+    read = blocks.shape[1] - overlap
+    warnings = (
+        *texts.warnings,
+        *options.pairs.without_effect(),
+        *options.cut(read, len(blocks) * read),
+    )
     if not is_encoder_decoder(config):
-        blocks = calibration_blocks(ids, window, options.tokens, overlap=1)
-        return Inputs(blocks, (*texts.warnings, *unused))
-    blocks = calibration_blocks(ids, window, options.tokens, overlap=0)
+        return Inputs(blocks, warnings)
     made = span_corruption(tokenizer, config, blocks.shape[1], options.seed)
     encoder, targets = made(blocks.numpy(), range(len(blocks)))
     rows = {"input_ids": encoder, "decoder_input_ids": made.decoder_inputs(targets), LABELS: targets}
-    return Inputs({name: torch.from_numpy(x) for name, x in rows.items()}, (*texts.warnings, *unused))
+    return Inputs({name: torch.from_numpy(x) for name, x in rows.items()}, warnings)
 
 
 # --- pairs -----------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from ..progress import current
 from ..reconstruct import ReconstructConfig, distill
 from ..reconstruct.train_state import undisturbed
 from .calibration_options import CalibrationOptions
-from .converted import Converted, fit_config
+from .converted import Converted, fit_config, small_batches
 from .inputs import Inputs, held_out_loss, split_held_out
 from .known_statistics import other_weights
 from .plan import Plan
@@ -57,6 +57,8 @@ def walked(
             "remove the file to measure them again"
         )
     config = None if fit is None else fit_config(fit, seen)
+    if fit is not None and config is not None:
+        warnings += small_batches(fit, config, seen)
     with _ONE_AT_A_TIME, undisturbed(layers.device):
         done = Walk(
             layers=layers,

@@ -18,6 +18,7 @@ import torch
 from seq2seq_models import RATE, audio_folder, saved, saved_nllb, saved_whisper, tone
 from transformers import AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
 
+from mha2gqa.checkpoints.loading import load_tokenizer
 from mha2gqa.data.audio import Audio, to_audio
 from mha2gqa.data.generation import _room, _Sampled, decode, generate_ids, repeats, with_targets
 from mha2gqa.data.pairs import Pair, PairOptions, PairSource
@@ -440,6 +441,20 @@ def test_long_sources_are_cut_and_long_targets_refused(models: dict[str, Path], 
     whisper.encode(Pair(Audio("a", tmp_path / "long.wav"), "w1", "a"))
     assert (whisper.cut, whisper.resampled, whisper.silent) == (1, 1, 1)
     assert "1 recordings of another sampling rate, brought to 16000 Hz" in whisper.report()
+
+
+def test_targets_may_have_a_vocabulary_of_their_own(models: dict[str, Path]) -> None:
+    tokenizer = load_tokenizer(models["marian"])
+    raw = json.loads((models["marian"] / "config.json").read_text())
+    pair = Pair("w1", "w50", "p:1")
+    ids = PairEncoder(tokenizer, raw, PairOptions()).encode(pair).decoder
+    small = raw | {"vocab_size": int(ids.max())}
+    with pytest.raises(
+        DataError, match=rf"p:1: the tokenizer gives id {ids.max()}, the model has {ids.max()} emb"
+    ):
+        PairEncoder(tokenizer, small | {"decoder_vocab_size": None}, PairOptions()).encode(pair)
+    found = PairEncoder(tokenizer, small | {"decoder_vocab_size": raw["vocab_size"]}, PairOptions())
+    assert found.encode(pair).decoder.tolist() == ids.tolist()
 
 
 def test_features_of_several_lengths_are_padded() -> None:

@@ -29,6 +29,7 @@ IGNORE_INDEX = -100
 SAMPLES_A_POSITION = 320  # of sound, about
 UNMASKED = (WHISPER,)  # encoders that attend to all of their input, silence behind a recording included
 LEAST_SAMPLES = {"moonshine": 895}  # of which the encoder's convolutions leave one position
+DECODER_VOCABULARY = ("decoder_vocab_size",)  # of a Marian whose target language has a vocabulary of its own
 NO_LIMIT = 10**9  # a tokenizer's `model_max_length` beyond this means that none is known
 SOURCE_LIMITS = ("max_source_positions", "max_encoder_position_embeddings", "max_position_embeddings")
 TARGET_LIMITS = ("max_target_positions", "max_decoder_position_embeddings", "max_position_embeddings")
@@ -142,7 +143,7 @@ class PairEncoder:
                 "recordings have no text before them", where="--source-prefix", fix="leave it out"
             )
         self.prompt = decoder_prompt(tokenizer, self.model_type, self.known, self.generation, options, name)
-        self._check_ids(np.array(self.prompt), name)
+        self._check_ids(np.array(self.prompt), name, *DECODER_VOCABULARY)
         self.source_limit = self._limit(SOURCE_LIMITS, tokenizer.model_max_length)
         self.target_limit = self._limit(TARGET_LIMITS, NO_LIMIT)
 
@@ -181,7 +182,7 @@ class PairEncoder:
                 where=pair.place,
                 fix="split the example, or leave it out",
             )
-        self._check_ids(decoder, pair.place)
+        self._check_ids(decoder, pair.place, *DECODER_VOCABULARY)
         return decoder, prompt
 
     def _read(self, text: str, place: str) -> np.ndarray:
@@ -194,9 +195,11 @@ class PairEncoder:
         self._check_ids(found, place)
         return found
 
-    def _check_ids(self, ids: np.ndarray, place: str) -> None:
-        size = getattr(self.known, "vocab_size", None)
-        if isinstance(size, int) and ids.max(initial=0) >= size:
+    def _check_ids(self, ids: np.ndarray, place: str, *sizes: str) -> None:
+        """Refuse ids beyond the embeddings, whose number the first of `sizes` that the config has tells."""
+        found = (getattr(self.known, key, None) for key in (*sizes, "vocab_size"))
+        size = next((n for n in found if isinstance(n, int)), None)
+        if size is not None and ids.max(initial=0) >= size:
             raise DataError(
                 f"the tokenizer gives id {ids.max()}, the model has {size} embeddings",
                 where=place,

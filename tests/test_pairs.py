@@ -443,6 +443,28 @@ def test_long_sources_are_cut_and_long_targets_refused(models: dict[str, Path], 
     assert "1 recordings of another sampling rate, brought to 16000 Hz" in whisper.report()
 
 
+@pytest.mark.parametrize(
+    ("changes", "made"),
+    [
+        ({"feature_size": 80}, "80 x 200"),
+        ({"sampling_rate": 8000}, "16 x 100"),
+        ({"chunk_length": 4}, "16 x 400"),
+    ],
+)
+def test_a_feature_extractor_of_another_model_is_refused(
+    models: dict[str, Path], tmp_path: Path, changes: dict[str, int], made: str
+) -> None:
+    from transformers import WhisperFeatureExtractor
+
+    folder = tmp_path / "w"
+    shutil.copytree(models["whisper"], folder)
+    WhisperFeatureExtractor(**{"feature_size": 16, "chunk_length": 2} | changes).save_pretrained(folder)
+    with pytest.raises(
+        DataError, match=f"its feature extractor makes {made} of 1 samples, the encoder takes 16 x 200; copy"
+    ):
+        open_encoder(folder, PairOptions())
+
+
 def test_targets_may_have_a_vocabulary_of_their_own(models: dict[str, Path]) -> None:
     tokenizer = load_tokenizer(models["marian"])
     raw = json.loads((models["marian"] / "config.json").read_text())

@@ -142,10 +142,33 @@ class PairEncoder:
             raise UsageError(
                 "recordings have no text before them", where="--source-prefix", fix="leave it out"
             )
+        if self.audio:
+            self._check_extractor()
         self.prompt = decoder_prompt(tokenizer, self.model_type, self.known, self.generation, options, name)
         self._check_ids(np.array(self.prompt), name, *DECODER_VOCABULARY)
         self.source_limit = self._limit(SOURCE_LIMITS, tokenizer.model_max_length)
         self.target_limit = self._limit(TARGET_LIMITS, NO_LIMIT)
+
+    def _check_extractor(self) -> None:
+        """Refuse a feature extractor of another model, whose features the encoder does not take.
+
+        Raises:
+            DataError: It is.
+        """
+        if self.model_type == WHISPER:
+            right: tuple[int, ...] = (self.known.num_mel_bins, 2 * self.known.max_source_positions)
+        elif self.model_type in LEAST_SAMPLES:
+            right = (self._least,)
+        else:
+            return
+        found = self.features(np.zeros(self._least, np.float32), self.name).shape
+        if found != right:
+            given, taken = (" x ".join(map(str, shape)) for shape in (found, right))
+            raise DataError(
+                f"its feature extractor makes {given} of {self._least} samples, the encoder takes {taken}",
+                where=self.name,
+                fix="copy the original's preprocessor_config.json beside it",
+            )
 
     def _limit(self, keys: Sequence[str], own: int) -> int | None:
         found = [n for key in keys if isinstance(n := getattr(self.known, key, None), int)][:1]

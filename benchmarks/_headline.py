@@ -1,4 +1,4 @@
-"""The one table and the one chart that the front pages show: `joint` beside the paper's recipe and the control."""
+"""The one table and the one chart that the front pages show: `joint` beside mean pooling, the control and fewer heads from scratch."""
 
 from __future__ import annotations
 
@@ -6,82 +6,95 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from _loss_tables import first_of_each, label
-from _markdown import markdown, mean_and_spread, measured_on, state
+from _markdown import markdown, mean_and_spread
+from _quality_frontier import by_configuration
 
 from mha2gqa.report.svg import BACKGROUND, with_fallbacks
 
-SOURCE = "quality_ref-llama-30m"  # the results file of both
+SOURCE = "quality_ledger"  # the results file of both
 
 
 @dataclass(frozen=True)
 class Series:
-    """One row of the table and, where it has a colour, one line of the chart.
+    """One row of the table and one line of the chart.
 
     Args:
-        row: What `label` calls it.
+        key: Of the rows of the ledger, without the seed; `{}` stands for the number of KV heads.
         name: What readers call it.
-        short: Its label in the chart; empty leaves it out there.
+        short: Its label in the chart.
         colour: A CSS variable of `STYLE`.
     """
 
-    row: str
+    key: str
     name: str
-    short: str = ""
-    colour: str = ""
+    short: str
+    colour: str
 
 
+AS_MANY = "kd-as[joint/G{0}/fits/kd-2.71M/seed0]"  # FLOPs
 SERIES = (
-    Series("mean", "mean pooling, as in the paper"),
     Series(
-        "mean → next token, alpha 0.05",
-        "… trained on 5 % of the original's tokens (the paper's recipe)",
-        "the paper's recipe, 5 %",
+        f"mean/G{{0}}/merged/{AS_MANY}",
+        "mean pooling, distilled on 11M tokens",
+        "mean pooling, distilled",
         "--s2",
     ),
-    Series("joint: refit + regression", "**`joint`, fitted on 0.5M tokens**", "joint, no uptraining", "--s3"),
-    Series("joint → distillation, alpha 0.01", "… distilled on 1 %", "joint + 1 %", "--s4"),
-    Series("joint → distillation, alpha 0.05", "… distilled on 5 %", "joint + 5 %", "--s5"),
+    Series(
+        f"joint/G{{0}}/fits300/{AS_MANY}",
+        "**`joint`, fitted and distilled for as many FLOPs**",
+        "joint, as many FLOPs",
+        "--s3",
+    ),
+    Series(
+        "joint/G{0}/fits", "`joint`, fitted on 0.5M tokens, no uptraining", "joint, no uptraining", "--s5"
+    ),
+    Series(
+        "joint/G{0}/fits/mix-13.6M",
+        "… half distilled, half text, on 13.6M tokens",
+        "joint, with text",
+        "--s4",
+    ),
+    Series("scratch/G{0}", "trained from scratch with as few KV heads", "from scratch", "--s1"),
 )
-CONTROL = "original → next token, alpha 0.05"
+CONTROL = "original/G{0}/ce-2.71M"
 
 Losses = dict[str, dict[int, list[float]]]
 
 
 def losses(record: Mapping[str, Any]) -> tuple[Losses, list[int]]:
-    """Losses by row and G, and the numbers of KV heads that the headline shows, descending."""
+    """Losses by the name of a series and G, and the numbers of KV heads that the headline shows, descending."""
+    rows, heads = by_configuration(record["entries"]), record["num_kv_heads"]
+    sizes = sorted({row["groups"] for found in rows.values() for row in found} - {heads}, reverse=True)
     found: Losses = {}
-    for row in first_of_each(record["rows"]):
-        found.setdefault(label(row), {}).setdefault(row["groups"], []).append(row["loss"])
-    shown = {g for series in SERIES for g in found.get(series.row, {})}
-    return found, sorted(shown - {record["num_kv_heads"]}, reverse=True)
+    for series in SERIES:
+        by = {g: [r["loss"] for r in rows[key]] for g in sizes if (key := series.key.format(g)) in rows}
+        found |= {series.name: by} if by else {}
+    for key in ("original/G{0}", CONTROL):
+        if (at := key.format(heads)) in rows:
+            found[key] = {heads: [row["loss"] for row in rows[at]]}
+    return found, [g for g in sizes if any(g in found.get(s.name, {}) for s in SERIES)]
 
 
 def table(record: Mapping[str, Any]) -> str:
     """The table with its caption."""
     found, groups = losses(record)
     heads, protocol = record["num_kv_heads"], record["protocol"]
-    rows = [s for s in SERIES if s.row in found]
     lines = [
-        [s.name, *(mean_and_spread(found[s.row].get(g, [])).split(" ")[0] for g in groups)] for s in rows
+        [s.name, *(mean_and_spread(found[s.name].get(g, [])).split(" ")[0] for g in groups)]
+        for s in SERIES
+        if s.name in found
     ]
-    used = [
-        record["runs"][row["run"]]
-        for row in first_of_each(record["rows"])
-        if label(row) in {s.row for s in rows} | {CONTROL}
-    ]
-    several = len({state(run) for run in used}) > 1
+    (original,) = found["original/G{0}"].values()
     control = mean_and_spread(found.get(CONTROL, {}).get(heads, []))
     caption = (
-        f"Loss in nats per token, lower is better: `{record['model']}`, {heads} KV heads, "
-        f"**{found['original'][heads][0]:.3f}** as it was"
-        + (f" and {control} when it is itself continued on the 5 % (the control)" if control else "")
-        + f". Protocol `{protocol['name']}`, {protocol['tokens']:,} held-out tokens; {measured_on(used[0])}"
+        f"Loss in nats per token, lower is better: `{record['model']}`, {heads} KV heads, **{original[0]:.3f}** as it was"
         + (
-            "; rows come from several states of that version, which the results page keeps apart."
-            if several
-            else "."
+            f" and {control} when it is itself continued on 2.7M tokens of this text (the control)"
+            if control
+            else ""
         )
+        + f". All on text that it had not seen; protocol `{protocol['name']}`, {protocol['tokens']:,} held-out tokens; "
+        f"{record['runs'][0]['hardware']['gpu']}."
     )
     head = ["", *(f"{heads // g}:1 (G={g})" for g in groups)]
     return f"{markdown(head, lines)}\n\n{caption}"
@@ -152,10 +165,10 @@ def chart(record: Mapping[str, Any]) -> str:
     """An SVG that follows light and dark: loss over the number of KV heads."""
     found, groups = losses(record)
     heads = record["num_kv_heads"]
-    drawn = [s for s in SERIES if s.short and s.row in found]
-    means = {s.row: {g: sum(x) / len(x) for g, x in found[s.row].items()} for s in drawn}
-    levels = [("original", found["original"][heads][0])]
-    levels += [("original + 5 %", loss) for loss in found.get(CONTROL, {}).get(heads, [])[:1]]
+    drawn = [s for s in SERIES if s.name in found]
+    means = {s.name: {g: sum(x) / len(x) for g, x in found[s.name].items()} for s in drawn}
+    levels = [("original", found["original/G{0}"][heads][0])]
+    levels += [("original + 2.7M tokens", loss) for loss in found.get(CONTROL, {}).get(heads, [])[:1]]
     values = [loss for _, loss in levels] + [x for by in means.values() for x in by.values()]
     axes = _Axes(groups, min(values) - 0.012, max(values) + 0.012)
     parts = axes.drawn(heads)
@@ -164,8 +177,8 @@ def chart(record: Mapping[str, Any]) -> str:
         parts.append(axes.level(loss))
         labels.append((name, axes.y(loss), "--s1"))
     for s in drawn:
-        parts += axes.curve(means[s.row], s.colour)
-        labels.append((s.short, axes.y(means[s.row][min(means[s.row])]), s.colour))
+        parts += axes.curve(means[s.name], s.colour)
+        labels.append((s.short, axes.y(means[s.name][min(means[s.name])]), s.colour))
     for name, height, colour in _apart(labels):
         parts.append(f'<text x="{RIGHT + 6}" y="{height + 4:.1f}" style="fill:var({colour})">{name}</text>')
     title = f"Loss over the number of KV heads: {', '.join(s.short for s in drawn)}"

@@ -9,6 +9,7 @@ from typing import Any
 
 from _markdown import markdown
 from _quality_cells import STEP_TOKENS, Cell
+from _quality_flops import against_mean, shorter_fits
 from _quality_frontier import (
     NOT_RUN,
     Rows,
@@ -18,7 +19,7 @@ from _quality_frontier import (
     key_of,
     on_the_same_seeds,
 )
-from _quality_summaries import against_mean, bars_in_short, few_tokens, floors, no_user_data, wider
+from _quality_summaries import bars_in_short, few_tokens, floors, no_user_data, wider
 
 # What the fits train, by their names in `_quality_cells.FITS`; the first is the default, the second stands for whole layers.
 TRAINED = {
@@ -124,6 +125,7 @@ FINDINGS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "small-steps": small_steps,
     "bars-in-short": bars_in_short,
     "against-mean": against_mean,
+    "shorter-fits": shorter_fits,
     "few-tokens": few_tokens,
     "floors": floors,
     "no-user-data": no_user_data,

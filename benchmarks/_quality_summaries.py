@@ -19,7 +19,6 @@ from _quality_frontier import (
     by_configuration,
     key_of,
     on_the_same_seeds,
-    spread,
 )
 
 SMALL, LARGE = 2_713_000, 13_565_000
@@ -88,30 +87,6 @@ def no_user_data(record: Mapping[str, Any]) -> str:
     missing = [f"{heads // g}:1" for g in SIZES if g not in pairs]
     head = ["gap after fits", "unseen text", "text that the original wrote", "times the gap"]
     return markdown(head, lines) + (f"\n\nNot run: {_and(missing)}." if missing else "")
-
-
-def against_mean(record: Mapping[str, Any]) -> str:
-    """Joint, distilled on few tokens, beside mean pooling that was distilled for the same FLOPs: loss and closeness."""
-    rows, heads = by_configuration(record["entries"]), record["num_kv_heads"]
-    lines = []
-    for g in SIZES:
-        ours = Cell("joint", g, "fits", objective="kd", tokens=SMALL)
-        theirs = replace(Cell("mean", g, "merged", objective="kd"), equal_to=ours.key)
-        if not {key_of(ours), key_of(theirs)} <= rows.keys():
-            continue
-        found = [rows[key_of(ours)], rows[key_of(theirs)]]
-        lines.append(
-            [
-                f"{heads // g}:1",
-                *(spread(those) for those in found),
-                *(f"{_mean(those, 'kl'):.3f}" for those in found),
-                *(f"{those[0]['unique_tokens'] / 1e6:.1f}M" for those in found),
-                f"{found[0][0]['flops']:.1e}".replace("e+", "e"),
-            ]
-        )
-    names = ("joint, fits", "mean pooling")
-    head = ["", *(f"{what}, {n}" for what in ("gap", "KL", "unique tokens") for n in names), "FLOPs"]
-    return f"Both distilled, for the same FLOPs, the fits counted.\n\n{markdown(head, lines)}"
 
 
 def _few(groups: int) -> dict[str, Cell]:

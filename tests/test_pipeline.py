@@ -123,6 +123,12 @@ def test_plan_says_what_loss_does_not_show_where_the_cache_shrinks(model: Path) 
     assert said not in render(plan(model, groups=8).to_dict())
 
 
+def test_plan_names_the_better_start_of_a_distillation(model: Path) -> None:
+    said = "distilled on 9M tokens or more, --effort quick is the better start"
+    assert said in render(plan(model, groups=2).to_dict())
+    assert said not in render(plan(model, groups=2, effort="quick").to_dict())
+
+
 def test_plan_needs_only_a_config(model: Path, tmp_path: Path) -> None:
     shutil.copy(model / "config.json", tmp_path / "config.json")
     for source in (tmp_path, tmp_path / "config.json"):

@@ -21,6 +21,7 @@ import tables
 from _ledger import record
 from _quality_cells import REST_TOKENS, Cell, planned
 from _quality_chart import GROUPS, chart
+from _quality_flops import larger_budget
 
 PLAN = planned(16, [4, 2, 8, 1], (2_713_000, 13_565_000), [0, 1, 2], wide=[2, 4])
 RATES = {"joint": 5e-4, "mean": 2e-3, "original": 1e-4}
@@ -196,6 +197,36 @@ def test_what_few_tokens_give_is_said_for_every_way(tmp_path: Path) -> None:
     assert frontier.row_name(passes) == "GQA-4, distilled 11M tokens in 3 passes"
     (label,) = (loss_tables.label(row) for row in found["rows"] if "3 passes" in row.get("over", ""))
     assert label.endswith("distillation, 11M tokens in 3 passes")
+
+
+def test_shares_of_fits_are_compared_for_the_same_flops_and_on_the_same_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    like = {"tokens": 0, "equal_to": TAUGHT.key}
+    short = replace(TAUGHT, fit="fits300", **like)
+    mean = replace(TAUGHT, start="mean", fit="merged", **like)
+    rows = [entry(TAUGHT, 3.02), entry(short, 3.01, unique_tokens=9_000_000, kl=0.05), entry(mean, 3.04)]
+    rows += [entry(replace(TAUGHT, fit="fits300"), 3.03, flops=1e15)]
+    large = replace(TAUGHT, tokens=13_565_000)
+    as_large = replace(short, equal_to=large.key)
+    rows += [entry(large, 3.005), entry(as_large, 3.004, rates={"fit": 5e-4, "kd": 1e-3})]
+    path = ledger(tmp_path, *rows)
+    found = record(path)
+    text = findings.FINDINGS["against-mean"](found)
+    assert "| 4:1 | +0.0400 | not run | not run | +0.0100 | +0.0200 |" in text
+    assert "| 4:1 | 0.100 | not run | not run | 0.050 | 0.100 |" in text
+    assert "at 4:1, in the order of the columns: 0.5M, not run, not run, 9.0M, 0.5M" in text
+    text = findings.FINDINGS["shorter-fits"](found)
+    assert "| 4:1 | 300 steps | +0.0300 | not run | not run | not run | 1.0e15 |" in text
+    assert "| 4:1 | 1,000 steps | +0.0200 | +0.0050 | not run | not run | 2.0e15 |" in text
+    tried = replace(as_large, tunes="kd", rate=2e-3)
+    extra = [entry(tried, 3.003), entry(replace(tried, part="tuning"), 2.5)]
+    monkeypatch.setattr("_quality_flops.RESULTS", tmp_path)
+    path.rename(tmp_path / "quality_ledger.jsonl")
+    text = larger_budget({"rows": extra})
+    assert "| 4:1 | joint, 300 steps | 0.001 |  | +0.0040 |" in text  # the ledger's, whatever tuning chose
+    assert "| 4:1 | joint, 300 steps | 0.002 | 2.5000 | +0.0030 |" in text
+    assert "| 4:1 | joint, 1,000 steps | 0.0005 |  | +0.0050 |" in text
 
 
 def test_floors_own_text_and_r_4_are_said_as_far_as_they_were_run(tmp_path: Path) -> None:

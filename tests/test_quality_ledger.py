@@ -7,7 +7,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import _quality_bench
 import _quality_cells as cells
 import _quality_rates
+import quality_at_rate
 import quality_floor
 import quality_ledger
 from _quality_cache import round_cache, rounded
@@ -332,6 +333,39 @@ def test_the_bench_measures_a_conversion_an_uptraining_and_the_same_flops(tmp_pa
     assert 0 < abs(rounded["loss"] - found["loss"]) < 0.05 and rounded["flops"] == found["flops"]
     line = quality_ledger.row_of(row, found, 1.0, args, bench)
     assert line["key"] == row.key and line["rates"] == {"kd": 1e-3} and line["kl"] > 0
+
+
+class _Measured:
+    """A bench that reads no text: its loss tells the part and the rate."""
+
+    blocks: ClassVar[dict[str, list[int]]] = {"valid": [], "tuning": []}
+    parts, device = type("Parts", (), {"facts": {}}), "cpu"
+
+    def __init__(self, args: Any) -> None:
+        pass
+
+    def measure(self, cell: cells.Cell, entries: Any, flops: Any) -> dict[str, Any]:
+        return {"loss": cell.rate + (cell.part == "valid"), "rates": {cell.objective: cell.rate}}
+
+
+def test_a_row_is_measured_at_given_rates_on_both_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(quality_at_rate, "Bench", _Measured)
+    out = tmp_path / "rates.json"
+    words = ["--out", str(out), "--model", str(tiny_model_path()), "--ledger", str(tmp_path / "l.jsonl")]
+    words += ["--groups", "2", "--bold", "2", "2", "--row", "joint/G2/fits/kd-2.71M/seed0", "--rates"]
+    for rates in (["0.001", "0.002"], ["0.004"]):
+        quality_at_rate.main([*words, *rates])
+    rows = json.loads(out.read_text())["rows"]
+    assert [(row["part"], row["rate"], row["loss"]) for row in rows] == [
+        (part, rate, rate + (part == "valid"))
+        for rate in (0.001, 0.002, 0.004)
+        for part in ("tuning", "valid")
+    ]
+    with pytest.raises(SystemExit):
+        quality_at_rate.main([*words, "0.001", "--row", "joint/G2/fits/seed0"])
+    assert "no row with an uptraining is planned under this key" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

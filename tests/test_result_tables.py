@@ -56,7 +56,8 @@ def _ledger(tmp_path: Path) -> Path:
 
 
 def test_a_ledger_is_rendered_like_a_quality_file(tmp_path: Path) -> None:
-    bytes_, losses, cost, positions = tables.tables(_ledger(tmp_path))
+    bytes_, losses, cost, positions, rates = tables.tables(_ledger(tmp_path))
+    assert "| joint, GQA-4, fits | fits | 0.003: **1.0000** |" in rates
     assert "| GQA-4, fits | +0.2000 | +0.1000 |" in positions
     assert "| GQA-4 (4:1) | GQA-4 | +0.2000 ± 0.1000 (2 seeds) | +0.0500 |" in bytes_
     assert "`m` (16 KV heads), loss of the original 3.000" in losses
@@ -74,7 +75,8 @@ def test_a_ledger_is_rendered_like_a_quality_file(tmp_path: Path) -> None:
 def test_a_ledger_can_be_the_headline(tmp_path: Path) -> None:
     record = tables.read_record(_ledger(tmp_path))
     text = _headline.table(record)
-    assert "| 4:1 (G=4) |" in text and "| **`joint`, fitted on 0.5M tokens** | 3.200 |" in text
+    assert "| 4:1 (G=4) |" in text and "| `joint`, fitted on 0.5M tokens, no uptraining | 3.200 |" in text
+    assert "**3.000** as it was. All on text" in text
     assert "KV heads, of 16" in _headline.chart(record)
 
 

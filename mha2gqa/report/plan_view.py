@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from ..config.reconstruct import EFFORTS
 from ..progress import duration
 from .cache import cache_sentences
 from .content import Column, Table, becomes
@@ -43,6 +44,7 @@ def plan_view(data: Data) -> Iterable[Block]:
     )
     yield from _calibration_lines(data.get("calibration") or {})
     yield from _recall(data)
+    yield from _shorter_fits(data)
     if data["memory"]["sets"]:
         yield BLANK
         yield Line(
@@ -99,6 +101,16 @@ def _recall(data: Data) -> Iterable[Block]:
         yield Line(
             "Quality: fewer KV heads cost a small reference model more of its recall of earlier text than its loss showed. "
             "Test what you need of it before you ship."
+        )
+
+
+def _shorter_fits(data: Data) -> Iterable[Block]:
+    """When fewer steps of fits are the better start, as `benchmarks/quality_ledger.py` found of a model of text."""
+    steps = (data.get("calibration") or {}).get("steps", 0)
+    if data["memory"]["sets"] and not data.get("sequence") and steps > EFFORTS["quick"]["steps"]:
+        yield Line(
+            "Effort: for a result that is then distilled on 9M tokens or more, --effort quick is the better start. On a small "
+            "reference model it ended lower at every G for the same FLOPs, those that it saves spent on further tokens."
         )
 
 

@@ -251,15 +251,21 @@ def test_kill_minus_nine(models, straight, tmp_path):
 # --- another run's folder ---------------------------------------------------------------------------
 
 
-@pytest.fixture
-def begun(models, tmp_path) -> Path:
+@pytest.fixture(scope="module")
+def killed(models, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An output whose run was killed at step 5."""
     student, text = models
-    with pytest.MonkeyPatch.context() as patch:
-        kill_at(patch, 5)
-        with pytest.raises(Killed):
-            uptrain(student, tmp_path / "up", text, **RUN)
-    return tmp_path / "up"
+    out = tmp_path_factory.mktemp("killed") / "up"
+    interrupted(student, out, text, 5)
+    return out
+
+
+@pytest.fixture
+def begun(killed, tmp_path) -> Path:
+    """A copy of that output, with the folder of its run."""
+    out = tmp_path / "up"
+    shutil.copytree(RunDirectory(killed).root, RunDirectory(out).root)
+    return out
 
 
 def test_changed_recipe_is_named(models, begun):

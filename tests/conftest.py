@@ -28,6 +28,12 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def nothing_old_is_searched() -> None:
+    """The same for what earlier modules imported and left: without it a search gets slower with every module."""
+    gc.freeze()
+
+
 PICO = {
     "vocab_size": 64,
     "hidden_size": 32,

@@ -165,6 +165,12 @@ def test_nothing_is_sampled_for_what_is_refused_or_reads_no_text(
     merged = {"refit": False, "reconstruct": False}
     convert(other, tmp_path / "a", 2, calibration=text, statistics=tmp_path / "st", **merged, **words)
     (tmp_path / "bad.json").write_text("[[0, 1]]")
+    with (
+        monkeypatch.context() as launched,
+        pytest.raises(UsageError, match="cannot be shared by 3 processes"),
+    ):
+        launched.setenv("WORLD_SIZE", "3")
+        convert(source, out, 2, calibration="generate", **words)  # type: ignore[arg-type]
     (tmp_path / "junk").write_text("junk")
     monkeypatch.setattr(sampling, "load_model", lambda *_, **__: pytest.fail("sampled"))
     for asked, message in (

@@ -37,6 +37,7 @@ from mha2gqa.errors import CheckpointError, DataError, UsageError
 from mha2gqa.reconstruct import ReconstructConfig, row_store
 from mha2gqa.reconstruct.driver import Fitter
 from mha2gqa.reconstruct.hidden_states import Stream
+from mha2gqa.reconstruct.ranks import check_shared
 from mha2gqa.reconstruct.row_store import Memory, RowStore
 from mha2gqa.uptraining.run_dir import RunDirectory
 
@@ -422,6 +423,19 @@ def test_what_failed_before_its_first_layer_leaves_nothing_and_another_run_is_le
         mha2gqa.convert(source, out, 2, calibration=[text], **OPTIONS)
     assert (other.root / "run.json").exists()
     other.close()
+
+
+def test_a_step_that_is_too_small_for_the_processes_is_told_with_its_reason() -> None:
+    check_shared(8, 8)
+    for blocks, processes, of, fix in (
+        (32, 3, 0, "start 1, 2, 4 or 8 processes"),
+        (6, 4, 0, "give a --fit batch_size"),
+        (1, 2, 15, "give more text: a step takes an eighth of its 15 blocks"),
+    ):
+        with pytest.raises(
+            UsageError, match=f"{blocks} blocks a step cannot be shared by {processes} .*{fix}"
+        ):
+            check_shared(blocks, processes, of)
 
 
 def test_layers_half_deleted_are_those_of_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,7 +42,12 @@ class Converted:
 def fit_config(config: ReconstructConfig, inputs: Inputs) -> ReconstructConfig:
     """The stages with a batch of so many blocks as a step's tokens make, which the text fills several times."""
     config = config.for_window(inputs.window)
-    return replace(config, batch_size=min(config.batch_size, max(1, len(inputs) // 8)))
+    return replace(config, batch_size=min(config.batch_size, most_blocks(inputs)))
+
+
+def most_blocks(inputs: Inputs) -> int:
+    """Blocks of a step, at most."""
+    return max(1, len(inputs) // 8)
 
 
 def small_batches(asked: ReconstructConfig, made: ReconstructConfig, inputs: Inputs) -> list[str]:

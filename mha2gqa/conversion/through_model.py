@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import distributed
 from ..architectures import AttentionModule
 from ..calibration import (
     Statistics,
@@ -23,7 +24,7 @@ from ..calibration import (
 from ..calibration.sampling import check_decoder
 from ..checkpoints.dtypes import torch_dtype
 from ..checkpoints.fingerprints import checkpoint_fingerprint
-from ..checkpoints.hf_config import stored_dtype
+from ..checkpoints.hf_config import is_encoder_decoder, longest_context, stored_dtype
 from ..checkpoints.loading import free_memory, load_model, load_tokenizer, resolve_device
 from ..checkpoints.reader import Checkpoint
 from ..checkpoints.streaming import CheckpointLayers, Layers, ResidentLayers
@@ -34,6 +35,7 @@ from ..errors import UnsupportedModelError
 from ..progress import current
 from ..reconstruct import ReconstructConfig
 from ..reconstruct.hidden_states import block_paths
+from ..reconstruct.ranks import check_shared
 from .calibration_options import CALIBRATED, FLOAT32_PARAMETERS, CalibrationOptions
 from .converted import Converted, NotAChain
 from .in_memory import plan_model
@@ -107,16 +109,27 @@ def check_walk(checkpoint: Checkpoint, plan: Plan, options: CalibrationOptions) 
 
     Raises:
         UnsupportedModelError: The model cannot be calibrated.
-        UsageError: The device cannot hold distillation, the file of moments cannot be written, or the model cannot
-            write its text.
+        UsageError: The device cannot hold distillation, the processes cannot share a step, the file of moments cannot be
+            written, or the model cannot write its text.
     """
     check_calibrated(plan, checkpoint.path)
     if options.texts == (GENERATE,):
         check_decoder(checkpoint.config)
     if plan.method in CALIBRATED and options.statistics and not Path(options.statistics).exists():
         writable(options.statistics)
-    if _distils(options.fitting(text=True)):
+    fit = options.fitting(text=True)
+    if fit is not None:
+        _check_processes(checkpoint.config, options, fit)
+    if _distils(fit):
         _check_whole(checkpoint, plan, resolve_device(options.device))
+
+
+def _check_processes(config: Mapping[str, Any], options: CalibrationOptions, fit: ReconstructConfig) -> None:
+    """Refuse as many processes as cannot share a step; of an encoder-decoder its pairs decide how many blocks that has."""
+    processes = distributed.world_size()
+    window = min(options.window, longest_context(config) or options.window)
+    known = fit.batch_size or not is_encoder_decoder(config)
+    check_shared(fit.for_window(window).batch_size if known else processes, processes)
 
 
 def check_calibrated(plan: Plan, where: object) -> None:

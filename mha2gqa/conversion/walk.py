@@ -28,18 +28,18 @@ from ..calibration import (
     observing,
 )
 from ..checkpoints.streaming import Layers, place
-from ..errors import CheckpointError, UsageError
+from ..errors import CheckpointError
 from ..evaluation.context import context_warnings
 from ..reconstruct import ReconstructConfig
 from ..reconstruct.driver import Fitter, find_pairs, split_batches
 from ..reconstruct.hidden_states import Stream, block_paths
-from ..reconstruct.ranks import Ranks
+from ..reconstruct.ranks import Ranks, check_shared
 from ..reconstruct.row_store import STREAMS, Memory, choose_place
 from ..reconstruct.train_state import frozen, repeatable, rest_of_block
 from .block_weights import BlockWeights, tensor_of
 from .calibration_options import CALIBRATED, CalibrationOptions
 from .clock import Clock
-from .converted import Converted, NotAChain
+from .converted import Converted, NotAChain, most_blocks
 from .in_memory import empty_copy
 from .inputs import Inputs, held_out_loss
 from .measured import Measured
@@ -437,12 +437,8 @@ class Walk:
         """Rows of a batch on this rank."""
         if self.config is None:
             return max(1, min(32, len(self.inputs) // self.ranks.count))
-        if self.config.batch_size % self.ranks.count or self.ranks.count not in (1, 2, 4, 8):
-            raise UsageError(
-                f"{self.config.batch_size} blocks a step cannot be shared by {self.ranks.count} processes",
-                where="--nproc_per_node",
-                fix="start 1, 2, 4 or 8 processes, and give a --fit batch_size that they divide",
-            )
+        few = self.config.batch_size == most_blocks(self.inputs)
+        check_shared(self.config.batch_size, self.ranks.count, len(self.inputs) if few else 0)
         return self.config.batch_size // self.ranks.count
 
     def _share(self, inputs: Inputs) -> Any:

@@ -11,8 +11,31 @@ import torch
 from torch import Tensor, nn
 
 from .. import distributed
+from ..errors import UsageError
 
 T = TypeVar("T")
+COUNTS = (1, 2, 4, 8)  # of processes that can share the fits
+
+
+def check_shared(blocks: int, processes: int, of: int = 0) -> None:
+    """Refuse steps that the processes cannot share out evenly.
+
+    Args:
+        blocks: Of a step.
+        processes: How many there are.
+        of: Blocks of the text, where these limit those of a step; 0 where they do not.
+
+    Raises:
+        UsageError: With what to do.
+    """
+    if processes in COUNTS and blocks % processes == 0:
+        return
+    fix = "start 1, 2, 4 or 8 processes, and give a --fit batch_size that they divide"
+    if of and processes in COUNTS:
+        fix = f"start fewer, or give more text: a step takes an eighth of its {of} blocks at most"
+    raise UsageError(
+        f"{blocks} blocks a step cannot be shared by {processes} processes", where="--nproc_per_node", fix=fix
+    )
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from ..errors import UsageError
 from ..merging import MERGERS
 from ..modeling import Export, find_export
 from ..modeling import config_changes as export_changes
+from .plan_notes import export_note, plan_notes, wide_note
 
 ATTENTION = ("self", "cross")  # kinds of decoder attention whose heads are shared
 Groupings = Mapping[str, heads.Grouping]  # by module path
@@ -229,12 +230,12 @@ def plan_for_spec(
     else:  # stock classes ignore the key (Whisper's takes it for another): ours only
         heads_of = {s.module.kind: len(s.grouping) for s in modules}
         changes = {} if groups == before else export_changes(config, heads_of, "lm_head.weight" in shapes)
-    notes = _notes(spec, config, num_heads, numbers, changes)
+    notes = plan_notes(spec, config, num_heads, numbers, changes)
     if wide > 1:
-        notes.append(_wide_note(shared, groups, wide))
+        notes.append(wide_note(shared, groups, wide))
     travels = export if changes else None
     if travels is not None:
-        notes.append(_export_note(travels))
+        notes.append(export_note(travels))
     kinds = tuple(kind for kind in ATTENTION if any(s.module.kind == kind for s in shared))
     source = dict(config) if export is not None else _with_kv_heads(spec, config, before)
     new = edit_config(config, changes)
@@ -263,15 +264,6 @@ def _with_kv_heads(spec: AttentionSpec, config: Mapping[str, Any], num_kv_heads:
     return edit_config(config, {(*spec.config_path, *key.split(".")): num_kv_heads})
 
 
-def _export_note(export: Export) -> str:
-    """What it means that modelling code goes with the result."""
-    return (
-        f"transformers has no KV-head count for this type: {export.file} goes with the result, which loads in "
-        f"transformers alone ({export.since} or later), with trust_remote_code=True; no other engine knows the class "
-        "(mha2gqa itself runs its own copy and needs no consent)"
-    )
-
-
 def _check_wide(
     spec: AttentionSpec,
     config: Mapping[str, Any],
@@ -292,19 +284,6 @@ def _check_wide(
     geometries = [geometry for _, geometry in found]
     plan_groups(spec, config, geometries, groups)
     check_wide(spec, config, geometries, groups, wide)
-
-
-def _wide_note(modules: Sequence[ModulePlan], groups: int, wide: int) -> str:
-    """What wide heads cost, and that they save nothing where they hold the cache of the source."""
-    heads = f"{groups} KV heads" if groups > 1 else "1 KV head"
-    text = (
-        f"wide heads: {heads} of head_dim {modules[0].result.head_dim} hold{'' if groups > 1 else 's'} the cache of "
-        f"GQA-{groups * wide}; query and output projections, and the arithmetic of attention, are {wide} times as large "
-        f"(`mha2gqa plan --wide {wide}` says where that pays)"
-    )
-    if groups * wide < modules[0].geometry.num_kv_heads:
-        return text
-    return f"{text}; the source's cache is no larger: give fewer --groups to save any"
 
 
 def check_order(spec: AttentionSpec, modules: Sequence[ModulePlan]) -> None:
@@ -353,31 +332,6 @@ def _targets(
         )
     shared = iter(plan_groups(spec, config, geometries, groups))
     return [next(shared) if module.kind in attention else g.num_kv_heads for module, g in found]
-
-
-def _notes(
-    spec: AttentionSpec,
-    config: Mapping[str, Any],
-    num_heads: int,
-    num_kv_heads: tuple[int, int],
-    changes: Mapping[tuple[str, ...], Any],
-) -> list[str]:
-    """What the user should know before converting."""
-    before, groups = num_kv_heads
-    notes = [spec.note] if spec.note else []
-    if spec.uncalibrated:
-        notes.append(f"it cannot be calibrated: {spec.uncalibrated}")
-    target = spec.target(num_heads, groups)
-    if target is not None and target.note:
-        notes.append(target.note)
-    if groups == before:
-        notes.append(f"the model already has {groups} KV heads: none are shared")
-    if ("pretraining_tp",) in changes:
-        notes.append("pretraining_tp is set to 1: sliced projections would count the wrong heads")
-    keys = () if spec.variants else spec.kv_heads_keys
-    if changes and keys and lookup(spec.text_config(config), keys[0]) is None:
-        notes.append(f"{keys[0]} was absent: {before} KV heads are read off the tensors")
-    return notes
 
 
 def _grouping(

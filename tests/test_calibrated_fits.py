@@ -16,7 +16,7 @@ from mha2gqa.assets import heldout_path, tiny_model_path
 from mha2gqa.checkpoints.loading import load_model, load_tokenizer
 from mha2gqa.conversion import CalibrationOptions, calibration_inputs, convert_model
 from mha2gqa.conversion.checkpoint import convert
-from mha2gqa.data.pairs import PairOptions
+from mha2gqa.data import PairOptions
 from mha2gqa.errors import CheckpointError, DataError, UsageError
 from mha2gqa.evaluation import block_loss
 from mha2gqa.reconstruct import ReconstructConfig

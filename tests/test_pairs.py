@@ -19,9 +19,9 @@ from seq2seq_models import RATE, audio_folder, saved, saved_nllb, saved_whisper,
 from transformers import AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
 
 from mha2gqa.checkpoints.loading import load_tokenizer
+from mha2gqa.data import Pair, PairOptions, PairSource
 from mha2gqa.data.audio import Audio, to_audio
 from mha2gqa.data.generation import _room, _Sampled, decode, generate_ids, repeats, with_targets
-from mha2gqa.data.pairs import Pair, PairOptions, PairSource
 from mha2gqa.data.prompts import _some_of, languages
 from mha2gqa.data.recordings import recordings
 from mha2gqa.data.seq2seq import PairEncoder, open_encoder, pad_encoder

@@ -9,7 +9,8 @@ grow with the corpus.
 from .blocks import Block, Place, cut, cut_blocks, first_tokens, require_blocks, token_blocks
 from .encoding import bos_id, encode_documents, eos_id, within
 from .holdout import held_out
-from .pairs import Pair, PairOptions, PairSource
+from .pair_options import PairOptions
+from .pairs import Pair, PairSource
 from .prefetch import Prefetcher
 from .reading import Document, TextSource, paths_or_source, read_documents, read_records
 from .spans import SpanCorruption, block_tokens, span_corruption

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..errors import DataError, UsageError
-from .pairs import PairOptions
+from .pair_options import PairOptions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -18,7 +18,8 @@ from ..checkpoints.json_files import RESTORE, read_json
 from ..checkpoints.loading import load_tokenizer
 from ..errors import CheckpointError, DataError, UsageError, reason
 from .audio import Audio, KeptFeatures, check_length
-from .pairs import Pair, PairOptions, stock_type
+from .pair_options import PairOptions
+from .pairs import Pair, stock_type
 from .pairs import is_audio as is_audio
 from .prompts import WHISPER, WRAPPED, decoder_prompt
 

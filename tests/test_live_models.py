@@ -251,6 +251,20 @@ def test_a_model_without_an_output_head_is_refused_where_logits_are_needed(tmp_p
     assert "a BartModel gives no logits" in refused(lambda: convert_model(with_code, 2))
 
 
+def test_blocks_longer_than_a_table_of_positions_are_refused() -> None:
+    longer = torch.randint(3, 60, (8, 70))
+    budget = {"tokens": 64, "batch_tokens": 64, "device": "cpu"}
+    for name in ("gpt2", "opt", "biogpt", "gpt_neo"):
+        for call in (
+            lambda model: convert_model(model, 1, calibration=longer, fit={"steps": 1}),
+            lambda model: train_model(model, longer, **budget),
+        ):
+            said = refused(lambda call=call, name=name: call(stock_model(name)))
+            assert "has rows of 69 tokens, the model has 64 positions; cut shorter blocks" in said
+        assert convert_model(stock_model(name), 1, calibration=longer[:, :65], fit={"steps": 1})
+    assert convert_model(pico_llama(), 4, calibration=torch.randint(3, 60, (8, 150)), fit={"steps": 1})
+
+
 def test_models_that_cannot_be_trained_or_scored_are_refused(tmp_path: Path) -> None:
     frozen = pico_llama().requires_grad_(False)
     budget = {"tokens": 512, "batch_tokens": 256}

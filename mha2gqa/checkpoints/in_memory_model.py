@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..config.given import require_model
 from ..errors import UsageError, listed, quoted
+from .hf_config import is_encoder_decoder, longest_context
 
 SAMPLES = 4096  # numbers of a tensor that a fingerprint takes
 
@@ -159,3 +160,19 @@ def _gives_logits(model: Any) -> bool:
     if own is None or generates is None:  # no class of transformers: its forward shows
         return True
     return own() is not None or bool(generates())
+
+
+def position_table(model: Any, config: Mapping[str, Any]) -> int | None:
+    """Positions that a model of one decoder has a table of; None where it computes them, and none is too far.
+
+    Args:
+        model: The model.
+        config: Its raw config.
+    """
+    if is_encoder_decoder(config):
+        return None
+    longest, words = longest_context(config), model.get_input_embeddings()
+    tables = (m for m in model.modules() if hasattr(m, "num_embeddings") and m is not words)
+    # OPT and BART keep two rows before the first position.
+    found = longest is not None and any(0 <= m.num_embeddings - longest <= 2 for m in tables)
+    return longest if found else None

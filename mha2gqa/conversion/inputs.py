@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..calibration import Batch
 from ..checkpoints.hf_config import is_encoder_decoder, known_config, longest_context, vocabulary_size
+from ..checkpoints.in_memory_model import position_table
 from ..checkpoints.loading import load_model
 from ..config.convert import MOST_RECORDINGS
 from ..data import (
@@ -141,7 +142,7 @@ def given_inputs(calibration: Any, model: Any, config: Mapping[str, Any]) -> Inp
     """
     embeddings = vocabulary_size(config)
     if not is_encoder_decoder(config):
-        require_blocks("calibration", calibration, embeddings)
+        require_blocks("calibration", calibration, embeddings, positions=position_table(model, config))
         return Inputs(torch.as_tensor(calibration).long())
     if not isinstance(calibration, Mapping) or not calibration:
         raise UsageError(

@@ -108,7 +108,9 @@ def cut_blocks(
     return (block.ids for block in cut(documents, window, overlap=overlap, max_tokens=max_tokens))
 
 
-def require_blocks(name: str, blocks: Any, embeddings: int | None, *, masked: bool = False) -> None:
+def require_blocks(
+    name: str, blocks: Any, embeddings: int | None, *, masked: bool = False, positions: int | None = None
+) -> None:
     """Refuse what is not token blocks of a model.
 
     Args:
@@ -116,9 +118,11 @@ def require_blocks(name: str, blocks: Any, embeddings: int | None, *, masked: bo
         blocks: What was given for it: ids `[N, T + 1]`, of torch or numpy.
         embeddings: How many the model has; None if that is not known.
         masked: Whether ids without loss may be `-id - 1`.
+        positions: How many the model has a table of; None where it computes them.
 
     Raises:
-        UsageError: It has another shape or type, no row, no target, or ids that the model has no embedding for.
+        UsageError: It has another shape or type, no row, no target, or ids or positions that the model has no
+            embedding for.
     """
     shape, kind = tuple(getattr(blocks, "shape", ())), str(getattr(blocks, "dtype", ""))
     if len(shape) != 2 or "int" not in kind:
@@ -128,6 +132,12 @@ def require_blocks(name: str, blocks: Any, embeddings: int | None, *, masked: bo
         )
     if shape[0] < 1 or shape[1] < 2:
         raise UsageError(f"{list(shape)} are no rows of at least two ids", where=name, fix="give more text")
+    if positions is not None and shape[1] - 1 > positions:
+        raise UsageError(
+            f"has rows of {shape[1] - 1:,} tokens, the model has {positions:,} positions",
+            where=name,
+            fix="cut shorter blocks",
+        )
     ids: Any = blocks
     lowest, highest = int(ids.min()), int(ids.max())
     highest = max(highest, -lowest - 1)

@@ -15,7 +15,7 @@ import torch
 from transformers import TrainerCallback
 
 from ..checkpoints.hf_config import is_encoder_decoder, stored_dtype, text_config, vocabulary_size
-from ..checkpoints.in_memory_model import digest, require_language_model
+from ..checkpoints.in_memory_model import digest, position_table, require_language_model
 from ..checkpoints.loading import load_model, load_tokenizer, resolve_device
 from ..config import TrainerOptions, UptrainConfig
 from ..config.keywords import TrainModelKeywords, UptrainKeywords
@@ -213,10 +213,11 @@ def _in_memory(
         kept = None if held_out is None else PairsInMemory(held_out, encoder)
         return corpus_in_memory(run, PairsInMemory(blocks, encoder), kept)
     collate = collate or Collator()
-    embeddings = vocabulary_size(model.config.to_dict())
+    raw = model.config.to_dict()
+    embeddings, positions = vocabulary_size(raw), position_table(model, raw)
     for name, ids in (("blocks", blocks), ("held_out", held_out)):
         if ids is not None:
-            require_blocks(name, ids, embeddings, masked=collate.counts_labels)
+            require_blocks(name, ids, embeddings, masked=collate.counts_labels, positions=positions)
     run = prepare_in_memory(config, model, int(blocks.shape[1]) - 1, distils)
     count = run.budget.steps * run.budget.blocks_per_step
     order = BlockOrder(blocks, count, config.seed, collate)

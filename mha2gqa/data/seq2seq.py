@@ -18,6 +18,7 @@ from ..checkpoints.json_files import RESTORE, read_json
 from ..checkpoints.loading import load_tokenizer
 from ..errors import CheckpointError, DataError, UsageError, reason
 from .audio import Audio, KeptFeatures, check_length
+from .extractors import check_extractor, least_samples, load_extractor, make_features
 from .pair_options import PairOptions
 from .pairs import Pair, stock_type
 from .pairs import is_audio as is_audio
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 IGNORE_INDEX = -100
 SAMPLES_A_POSITION = 320  # of sound, about
 UNMASKED = (WHISPER,)  # encoders that attend to all of their input, silence behind a recording included
-LEAST_SAMPLES = {"moonshine": 895}  # of which the encoder's convolutions leave one position
 DECODER_VOCABULARY = ("decoder_vocab_size",)  # of a Marian whose target language has a vocabulary of its own
 NO_LIMIT = 10**9  # a tokenizer's `model_max_length` beyond this means that none is known
 SOURCE_LIMITS = ("max_source_positions", "max_encoder_position_embeddings", "max_position_embeddings")
@@ -144,32 +144,11 @@ class PairEncoder:
                 "recordings have no text before them", where="--source-prefix", fix="leave it out"
             )
         if self.audio:
-            self._check_extractor()
+            check_extractor(extractor, self.model_type, self.known, name)
         self.prompt = decoder_prompt(tokenizer, self.model_type, self.known, self.generation, options, name)
         self._check_ids(np.array(self.prompt), name, *DECODER_VOCABULARY)
         self.source_limit = self._limit(SOURCE_LIMITS, tokenizer.model_max_length)
         self.target_limit = self._limit(TARGET_LIMITS, NO_LIMIT)
-
-    def _check_extractor(self) -> None:
-        """Refuse a feature extractor of another model, whose features the encoder does not take.
-
-        Raises:
-            DataError: It is.
-        """
-        if self.model_type == WHISPER:
-            right: tuple[int, ...] = (self.known.num_mel_bins, 2 * self.known.max_source_positions)
-        elif self.model_type in LEAST_SAMPLES:
-            right = (self._least,)
-        else:
-            return
-        found = self.features(np.zeros(self._least, np.float32), self.name).shape
-        if found != right:
-            given, taken = (" x ".join(map(str, shape)) for shape in (found, right))
-            raise DataError(
-                f"its feature extractor makes {given} of {self._least} samples, the encoder takes {taken}",
-                where=self.name,
-                fix="copy the original's preprocessor_config.json beside it",
-            )
 
     def _limit(self, keys: Sequence[str], own: int) -> int | None:
         found = [n for key in keys if isinstance(n := getattr(self.known, key, None), int)][:1]
@@ -234,7 +213,7 @@ class PairEncoder:
         """float32 `[n]` of one channel at the model's rate, no more than it hears."""
         rate = int(self.extractor.sampling_rate)
         samples, own = audio.load(rate)
-        check_length(len(samples), audio.place, self._least)
+        check_length(len(samples), audio.place, least_samples(self.model_type))
         self.resampled += own != rate
         self.silent += not samples.any()
         longest = getattr(self.extractor, "n_samples", None)
@@ -256,17 +235,7 @@ class PairEncoder:
         Raises:
             DataError: The extractor refuses them.
         """
-        rate = int(self.extractor.sampling_rate)
-        try:
-            features = self.extractor(samples, sampling_rate=rate, return_tensors="np")
-        except Exception as error:  # of the extractor's own code
-            raise DataError(f"no features ({reason(error)})", where=place) from error
-        return np.asarray(features[self._input_name()][0], dtype=np.float32)
-
-    @property
-    def _least(self) -> int:
-        """Samples that a recording must have."""
-        return LEAST_SAMPLES.get(self.model_type, 1)
+        return make_features(self.extractor, samples, place)
 
     def _input_name(self) -> str:
         return str(self.extractor.model_input_names[0]) if self.audio else "input_ids"
@@ -302,7 +271,7 @@ class PairEncoder:
         """
         for pair in pairs:
             if isinstance(pair.source, Audio):
-                pair.source.check(int(self.extractor.sampling_rate), self._least)
+                pair.source.check(int(self.extractor.sampling_rate), least_samples(self.model_type))
             self._checked_decoder(pair)
 
     def collate(self, examples: Sequence[Example]) -> ExampleSet:
@@ -416,24 +385,6 @@ def open_encoder(
     tokenizer = tokenizer or load_tokenizer(path, trust_remote_code)
     extractor = load_extractor(path, trust_remote_code) if is_audio(raw) else None
     return PairEncoder(tokenizer, raw, options, _generation_config(path), extractor, str(path))
-
-
-def load_extractor(path: str | Path, trust_remote_code: bool = False) -> Any:
-    """The feature extractor of a folder or Hub id.
-
-    Raises:
-        CheckpointError: There is none or it cannot be read.
-    """
-    from transformers import AutoFeatureExtractor
-
-    try:
-        return AutoFeatureExtractor.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except Exception as error:  # of transformers and the Hub's client
-        raise CheckpointError(
-            f"its feature extractor cannot be loaded ({reason(error)})",
-            where=path,
-            fix="copy the original model's preprocessor_config.json beside the weights",
-        ) from error
 
 
 def _generation_config(path: str | Path) -> dict[str, Any]:

@@ -27,8 +27,9 @@ from ..checkpoints.loading import (
 )
 from ..data import Document, PairOptions, PairSource, TextSource, block_tokens
 from ..data.audio import KeptFeatures
+from ..data.extractors import load_extractor
 from ..data.memory import Replayed
-from ..data.seq2seq import PairEncoder, is_audio, load_extractor, open_encoder
+from ..data.seq2seq import PairEncoder, is_audio, open_encoder
 from ..data.spans import ENCODER_TOKENS, sentinel_ids
 from ..errors import DataError, UsageError, quoted
 from .evaluate_result import EvaluateConfig, LoadedModel, ModelRef, model_name

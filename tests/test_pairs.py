@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from dataclasses import replace
@@ -89,6 +90,14 @@ def test_text_alone_is_enough_where_the_model_writes_the_targets(tmp_path: Path)
 def test_what_is_no_pair(data: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
         list(PairSource(data, audio=False))
+
+
+def test_a_pipe_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "p.jsonl")
+    with pytest.raises(
+        DataError, match=r"p\.jsonl: a pipe can be read only once, .*; write them to a file first"
+    ):
+        PairSource(tmp_path / "p.jsonl", audio=False)
 
 
 def test_plain_text_for_an_encoder_decoder(tmp_path: Path) -> None:

@@ -83,6 +83,12 @@ class PairSource:
         self.warnings = [w for _, found in self._parts if found for w in found.warnings]
         self.warnings += [w for name, found in self._parts if audio and found is None for w in unread(name)]
         self.empty = 0
+        if not self.can_be_reread:
+            raise DataError(
+                "a pipe can be read only once, pairs are looked at before they are used",
+                where=", ".join(self.names),
+                fix="write them to a file first",
+            )
 
     def _sniffed(self, name: str) -> Sniffed | None:
         """The tables of a name; None for a data set of the Hub, and for recordings alone."""

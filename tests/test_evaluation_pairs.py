@@ -188,6 +188,40 @@ def test_recipes_have_the_gates_of_texts(root: Path, tmp_path: Path) -> None:
         run(lost | {"output": str(tmp_path / "lost"), "evaluate": lost["evaluate"] | {"targets": "generate"}})
 
 
+def test_what_a_later_section_lacks_is_told_before_the_first_stage(root: Path, tmp_path: Path) -> None:
+    saved_whisper(tmp_path / "many", multilingual=True)
+    audio, text = str(root / "audio"), tmp_path / "text.jsonl"
+    text.write_text('{"text": "w1"}\n')
+
+    def recipe(evaluate: dict[str, Any], uptrain: dict[str, Any]) -> dict[str, Any]:
+        spoken = {"source_lang": "de"}
+        return {
+            "source": str(tmp_path / "many"),
+            "output": str(tmp_path / "out"),
+            "convert": {"groups": 2, "calibration": [audio], **spoken},
+            "evaluate": {"data": [audio], **spoken, **evaluate},
+            "uptrain": {"data": [audio], "tokens": 100, **spoken, **uptrain},
+        }
+
+    for evaluated, trained, message in (
+        ({"source_lang": None}, {}, "evaluate: .*many: needs the language that is spoken"),
+        ({}, {"source_lang": "fr"}, "uptrain: --source-lang fr: .* has no language fr; it has de, en"),
+        (
+            {"data": [str(text)]},
+            {},
+            "evaluate: .*text.jsonl: no column 'audio' or 'text'|evaluate: .*no column 'audio'",
+        ),
+        ({"beams": 4}, {}, "evaluate: --beams: nothing is generated here"),
+    ):
+        given = recipe(evaluated, trained)
+        given["evaluate"] = {k: v for k, v in given["evaluate"].items() if v is not None}
+        for dry_run in (True, False):
+            with pytest.raises((UsageError, DataError), match=message):
+                run(given, dry_run=dry_run)
+    assert not (tmp_path / "out" / "converted").exists()
+    assert run(recipe({}, {}), dry_run=True).stages
+
+
 def test_options_about_text_have_no_effect_on_pairs_and_that_is_said(root: Path) -> None:
     model, data = root / "bart", root / "pairs.jsonl"
     plain = evaluate(model, data, device="cpu")

@@ -22,6 +22,7 @@ from ..report import FORMATS, becomes, hub_name, human_bytes, significant
 from ..uptraining import Budget, UptrainConfig, plan_budget
 from ..uptraining.budget import wanted_tokens
 from .builtin import PREFIX, TEXTS, resolve_model
+from .check_pairs import check_pairs
 from .describe import read_config
 from .estimate import PlanResult, plan
 from .report_data import decoding_context
@@ -59,6 +60,7 @@ def rehearse(recipe: Recipe) -> tuple[list[dict[str, Any]], list[str]]:
         stages.append(_planned("convert", _convert_detail(recipe, found)))
     _check_generate(recipe, config)
     check_limits(recipe, config)
+    check_pairs(recipe, source, config, network=False)
     texts = [*recipe.convert.calibration, *recipe.evaluate.data]
     stages.append(_planned("evaluate", _evaluate_detail(recipe, config)))
     if recipe.uptrain is not None:

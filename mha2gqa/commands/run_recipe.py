@@ -23,6 +23,7 @@ from ..results import Result
 from ..uptraining import uptrain
 from .bench import bench, longest_context
 from .builtin import resolve_data, resolve_model
+from .check_pairs import check_pairs
 from .dry_run import check_limits, gate_limits, rehearse
 from .report_data import Outcome, build_report
 from .stages import StageRecords
@@ -172,7 +173,9 @@ class Job:
 
     def run(self) -> RunResult:
         """All stages, then the report and the gate."""
-        check_limits(self.recipe, load_config_json(self.source))
+        config = load_config_json(self.source)
+        check_limits(self.recipe, config)
+        check_pairs(self.recipe, self.source, config)
         self.records.expected = 2 if self.recipe.uptrain is None else 4
         with writing_to(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)

@@ -19,6 +19,7 @@ from ..progress import current
 from ..report import write_pictures, write_report
 from ..results import Result
 from .builtin import resolve_model
+from .check_pairs import check_pairs
 from .dry_run import gate_limits, rehearse
 from .report_data import Outcome, build_report, title
 from .run_recipe import Job, as_recipe, check_recipe, command
@@ -155,10 +156,11 @@ class _Sweep:
 
     def run(self) -> SweepResult:
         """All cells, then the report."""
+        source = resolve_model(self.recipe.source)
+        check_pairs(self.recipe, source, load_config_json(source))
         with writing_to(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / "recipe.yaml").write_text(self.recipe.to_yaml(), encoding="utf-8")
-        source = resolve_model(self.recipe.source)
         base = self._job(self.recipe, "original")
         first = base.evaluate("evaluate", {"original": source})
         self._collect("original", base.records)

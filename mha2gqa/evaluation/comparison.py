@@ -23,12 +23,13 @@ from ..errors import DataError
 from ..progress import Callback, Progress, current, reporting
 from .agreement import attention_error
 from .batching import Batch, make_batches
+from .entries import EvalModel
 from .evaluate_result import EvaluateConfig, EvaluateResult, LoadedModel, ModelRef
 from .lm_eval import run_tasks
 from .metrics import Sources, summarise
 from .protocols import PROTOCOLS, Settings, Skipped, Window
 from .scoring import Scorer, TokenScores, score_batches
-from .setup import EvalModel, ResolvedConfig, prepare
+from .setup import ResolvedConfig, prepare
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -20,7 +20,8 @@ from .protocols import PAIRS, SPAN_CORRUPTION, Skipped, Window, describe_bos
 from .scoring import TokenScores
 
 if TYPE_CHECKING:
-    from .setup import EvalModel, ResolvedConfig
+    from .entries import EvalModel
+    from .setup import ResolvedConfig
 
 WORST_TOKENS = 16  # documents shorter than this are not called worst
 

@@ -4,73 +4,37 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from ..architectures import check_read
 from ..checkpoints.hf_config import (
     is_encoder_decoder,
-    known_config,
-    load_config_json,
     longest_context,
     stored_dtype,
 )
 from ..checkpoints.in_memory_model import require_language_model
 from ..checkpoints.loading import (
-    load_tokenizer,
     resolve_device,
     resolve_dtype,
 )
 from ..data import Document, PairOptions, PairSource, TextSource, block_tokens
-from ..data.audio import KeptFeatures
-from ..data.extractors import load_extractor
 from ..data.memory import Replayed
-from ..data.seq2seq import PairEncoder, is_audio, open_encoder
+from ..data.seq2seq import is_audio
 from ..data.spans import ENCODER_TOKENS, sentinel_ids
 from ..errors import DataError, UsageError, quoted
+from .entries import EvalModel, open_entries, raw_config, tokenizer_of
 from .evaluate_result import EvaluateConfig, LoadedModel, ModelRef, model_name
 from .generation_metrics import AUTO, EXACT, choose_metrics, named_metrics
-from .lm_eval import TaskScores, check_tasks
-from .metrics import MetricSums
-from .protocols import PAIRS, PROTOCOLS, SEQ2SEQ, SPAN_CORRUPTION, choose_bos
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from .lm_eval import check_tasks
+from .protocols import PAIRS, PROTOCOLS, SEQ2SEQ, SPAN_CORRUPTION
 
 DEFAULT_WINDOW = 2048
 CHECKED_PAIRS = 10_000  # looked at beforehand, at most
 TEXT_ONLY = ("window", "stride", "text_column", "bos")  # options that pairs have no use for
 PROBE_DOCUMENTS, PROBE_CHARACTERS = 20, 20_000  # text on which tokenizers are compared beforehand
-
-
-@dataclass
-class EvalModel:
-    """A model to score: what is known before it is loaded, and its sums afterwards."""
-
-    subject: ModelRef
-    config: Mapping[str, Any]
-    tokenizer: PreTrainedTokenizerBase
-    bos: int | None
-    sums: MetricSums = field(default_factory=MetricSums)
-    parameters: int = 0
-    attention_error: dict[str, float] = field(default_factory=dict)
-    tasks: TaskScores = field(default_factory=dict)
-    encoder: PairEncoder | None = None
-    texts: list[str] = field(default_factory=list)
-
-    @cached_property
-    def known(self) -> Any:
-        """The config with the defaults of its class."""
-        return known_config(self.config)
-
-    @property
-    def name(self) -> str:
-        """What results call it."""
-        return model_name(self.subject)
 
 
 @dataclass
@@ -130,7 +94,7 @@ def prepare(config: EvaluateConfig) -> ResolvedConfig:
     warnings: list[str] = []
     text, config = _open_data(config, warnings)
     _check_readable_again(text, config)
-    entries = _entries(config)
+    entries = open_entries(config)
     for entry in entries:
         _check_kind(entry, config.protocol)
     if isinstance(text, PairSource) and entries[0].encoder is not None:
@@ -186,7 +150,7 @@ def _open_data(config: EvaluateConfig, warnings: list[str]) -> tuple[TextSource 
     Encoder-decoders are scored on pairs. One pretrained on corrupted spans is scored so where the data is text.
     """
     asked = config.protocol != EvaluateConfig.protocol
-    kinds = [_raw(subject) for subject in config.subjects]
+    kinds = [raw_config(subject) for subject in config.subjects]
     for subject, kind in zip(config.subjects, kinds, strict=True):
         check_read(kind, model_name(subject))
         _check_same_inputs(model_name(config.subjects[0]), kinds[0], model_name(subject), kind)
@@ -238,7 +202,7 @@ def _check_same_inputs(first: str, raw: Mapping[str, Any], name: str, other: Map
 
 def _sentinels(config: EvaluateConfig) -> bool:
     """Whether the first model's tokenizer has the sentinels of corrupted spans."""
-    return bool(sentinel_ids(_tokenizer(config.subjects[0], config, None)))
+    return bool(sentinel_ids(tokenizer_of(config.subjects[0], config, None)))
 
 
 def _metrics(config: EvaluateConfig, first: EvalModel) -> tuple[str, ...]:
@@ -260,7 +224,7 @@ def _metrics(config: EvaluateConfig, first: EvalModel) -> tuple[str, ...]:
 
 def measured_metrics(subjects: Sequence[ModelRef], names: Sequence[str]) -> tuple[str, ...]:
     """The metrics that an evaluation of these models will measure, `auto` resolved by what the first one reads."""
-    return named_metrics(names, AUTO in names and is_audio(_raw(subjects[0])))
+    return named_metrics(names, AUTO in names and is_audio(raw_config(subjects[0])))
 
 
 def _check_readable_again(text: TextSource | PairSource, config: EvaluateConfig) -> None:
@@ -276,73 +240,6 @@ def _check_readable_again(text: TextSource | PairSource, config: EvaluateConfig)
 def context_length(config: Mapping[str, Any]) -> int | None:
     """Most tokens a model was built for, from its raw config; None where nothing limits it."""
     return None if is_encoder_decoder(config) else longest_context(config)
-
-
-def _raw(subject: ModelRef) -> dict[str, Any]:
-    """The raw config of a model."""
-    return subject.model.config.to_dict() if isinstance(subject, LoadedModel) else load_config_json(subject)
-
-
-def _entries(config: EvaluateConfig) -> list[EvalModel]:
-    """The models with their configs and tokenizers."""
-    found: list[EvalModel] = []
-    for subject in config.subjects:
-        tokenizer = _tokenizer(subject, config, found[0].tokenizer if found else None)
-        bos = choose_bos(tokenizer, config.protocol, config.bos)
-        entry = EvalModel(subject, _raw(subject), tokenizer, bos)
-        if config.protocol == PAIRS and is_encoder_decoder(entry.config):
-            entry.encoder = _pair_encoder(entry, config)
-            _share_features(entry.encoder, [e.encoder for e in found if e.encoder is not None])
-        found.append(entry)
-    return found
-
-
-def _tokenizer(
-    subject: ModelRef, config: EvaluateConfig, other: PreTrainedTokenizerBase | None
-) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model, or another model's where it is not known.
-
-    Raises:
-        UsageError: There is none.
-    """
-    if not isinstance(subject, LoadedModel):
-        return load_tokenizer(subject, config.trust_remote_code)
-    given: Any = subject.tokenizer
-    folder = subject.model.name_or_path
-    if given is not None:
-        return getattr(given, "tokenizer", given)  # a processor has one
-    if folder and Path(folder).is_dir():
-        return load_tokenizer(folder)
-    if other is None:
-        raise UsageError(
-            "its tokenizer is not known",
-            where=model_name(subject),
-            fix="give LoadedModel(name, model, tokenizer), or a model with a folder first",
-        )
-    return other
-
-
-def _pair_encoder(entry: EvalModel, config: EvaluateConfig) -> PairEncoder:
-    options, subject = PairOptions.of(config), entry.subject
-    if not isinstance(subject, LoadedModel):
-        return open_encoder(subject, options, config.trust_remote_code, entry.tokenizer)
-    extractor = getattr(subject.tokenizer, "feature_extractor", None)
-    folder = subject.model.name_or_path
-    if extractor is None and is_audio(entry.config) and folder and Path(folder).is_dir():
-        extractor = load_extractor(folder)
-    generation = subject.model.generation_config
-    settings = {} if generation is None else generation.to_dict()
-    return PairEncoder(entry.tokenizer, entry.config, options, settings, extractor, entry.name)
-
-
-def _share_features(encoder: PairEncoder, others: Sequence[PairEncoder]) -> None:
-    """Let models with the same feature extractor make the features of a recording once, for texts and scores."""
-    if not encoder.audio:
-        return
-    settings = encoder.extractor.to_json_string()
-    same = (e for e in others if e.extractor.to_json_string() == settings)
-    first = next(same, None)
-    encoder.kept = KeptFeatures() if first is None else first.kept
 
 
 def _check_kind(entry: EvalModel, protocol: str) -> None:

@@ -464,7 +464,12 @@ def test_n31_values_that_are_no_text(model: Path, tmp_path: Path, text: Path) ->
     assert score(model, nulls).tokens == score(model, text).tokens
     for name, content, said in (
         ("nums.jsonl", b'{"text": "w1"}\n{"text": 3}\n', r"nums\.jsonl:2: column 'text' holds a int"),
-        ("arr.json", json.dumps([{"text": "w1"}]).encode(), r"arr\.json:1: this line is a JSON list"),
+        ("arr.json", json.dumps([{"text": "w1"}]).encode(), r"arr\.json:1: holds a JSON array.*jq -c"),
+        (
+            "long.json",
+            json.dumps([{"text": "w1"}], indent=1).encode(),
+            r"long\.json:1: holds a JSON array.*jq -c",
+        ),
         ("utf16.txt", "w1 w2".encode("utf-16"), "not UTF-8 at byte"),
         ("cut.jsonl.gz", gzip.compress(text.read_bytes())[:-20], "cannot be read"),
     ):

@@ -72,6 +72,12 @@ def _read_jsonl(file: SourceFile, columns: Sequence[str]) -> Iterator[Record]:
         if not line.strip():
             continue
         where = f"{file}:{number}"
+        if number == 1 and line.lstrip().startswith("["):
+            raise DataError(
+                "holds a JSON array, not a JSON object a line",
+                where=where,
+                fix="jq -c '.[]' FILE makes lines of it",
+            )
         try:
             record = json.loads(line)
         except (ValueError, RecursionError) as error:  # ValueError: also a number of thousands of digits

@@ -18,6 +18,7 @@ from mha2gqa.config import ReconstructConfig
 from mha2gqa.config.key_values import read_fit
 from mha2gqa.conversion.plan import plan_conversion
 from mha2gqa.conversion.result_tensors import result_shapes
+from mha2gqa.report.terminal import render
 
 MEASURED = Path(__file__).parents[1] / "benchmarks" / "results" / "calibrate_speed.json"
 SHAPES = {"7b": (4096, 11008, 32, 32), "72b": (8192, 29568, 64, 80)}
@@ -78,7 +79,9 @@ def test_batches_in_blocks_and_distillation_have_their_price(tmp_path: Path) -> 
     before, after = long.parameters["before"], long.parameters["after"]
     trained = 32 * (2 * 4096 * 4096 + 2 * 1024 * 4096)  # q and o, k and v
     assert whole["device_bytes"] == 2 * (before + after) + 16 * trained and whole["fits"]
-    assert asked().calibration["distillation"] == {}
+    assert asked().calibration["distillation"] == {} and asked().calibration["disk_bytes"] > 0
+    assert long.calibration["disk_bytes"] == 0 and "begins afresh" in render(long.to_dict())
+    assert "to go on after" in render(asked().to_dict()) and "to go on after" not in render(long.to_dict())
     small = plan(large, groups=8, fit={"distill_steps": 300}, gpu_memory=40e9)
     says = (
         f"both models and the optimiser need {whole['device_bytes'] / 1e9:.1f} GB, a device has 40.0 GB free"

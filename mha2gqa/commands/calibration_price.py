@@ -114,16 +114,19 @@ def calibration_price(
     backward = (
         weights + following + ADAM_BYTES * layer.trained + batch * (8 * layer.widest + 32 * layer.hidden)
     )
+    distillation = _distillation(shapes, changed, decided, fit, batch_tokens, itemsize, gpu_memory)
     return {
         "tokens": tokens,
         "gpus": gpus,
         "steps": fit.steps if fit.regress else 0,
         "trained": fit.train,
         "host_bytes": gpus * pinned_bytes(STREAMS * tokens * layer.hidden * itemsize // gpus),
-        "disk_bytes": count * layer.trained * itemsize,
+        "disk_bytes": 0
+        if distillation
+        else count * layer.trained * itemsize,  # that walk keeps all in memory
         "regression": _stage(count * (closed + max(search, share * regression)), backward, gpu_memory),
         "closed_form": _stage(count * (closed + search), forward, gpu_memory),
-        "distillation": _distillation(shapes, changed, decided, fit, batch_tokens, itemsize, gpu_memory),
+        "distillation": distillation,
     }
 
 

@@ -80,17 +80,19 @@ def _calibration_lines(price: Data) -> Iterable[Block]:
     if recordings := price.get("recordings"):
         text = f"at most {recordings:,} recordings ({human_count(price['tokens'])} encoder positions)"
     whole = ", all parameters of a layer trained" if price.get("trained") == "layer" else ""
+    kept = human_bytes(price["disk_bytes"])
+    resumed = f", {kept} of disk to go on after an interruption" if price["disk_bytes"] else ""
     yield Line(
         f"Calibrating on {text}{on}, layer by layer{whole}: up to {duration(fits['seconds'])} on "
         f"a card like an H100, {duration(closed['seconds'])} with --no-reconstruct. In use at the peak: "
         f"{human_bytes(fits['device_bytes'])} of GPU memory ({human_bytes(fits['device_bytes_cached'])} with what PyTorch "
-        f"caches), {human_bytes(price['host_bytes'])} of host memory or disk, {human_bytes(price['disk_bytes'])} of disk "
-        "to go on after an interruption."
+        f"caches), {human_bytes(price['host_bytes'])} of host memory or disk{resumed}."
     )
     if last := price.get("distillation"):
         yield Line(
             f"Then {last['steps']:,} steps of all layers together, an estimate: {duration(last['seconds'])} more, "
-            f"{human_bytes(last['device_bytes'])} of GPU memory for both models and the optimiser, and activations."
+            f"{human_bytes(last['device_bytes'])} of GPU memory for both models and the optimiser, and activations. "
+            "Interrupted, such a run begins afresh."
         )
 
 

@@ -29,7 +29,7 @@ from mha2gqa.checkpoints.fingerprints import weights_fingerprint
 from mha2gqa.checkpoints.loading import load_model, load_tokenizer
 from mha2gqa.checkpoints.reader import open_checkpoint
 from mha2gqa.checkpoints.streaming import CheckpointLayers
-from mha2gqa.conversion import CalibrationOptions, search, through_model, walk, work_dir
+from mha2gqa.conversion import CalibrationOptions, search, through_model, walk, walk_rows, work_dir
 from mha2gqa.conversion.convert_result import ConvertResult
 from mha2gqa.conversion.inputs import Inputs, calibration_inputs, split_held_out
 from mha2gqa.conversion.work_dir import FinishedBlock, WorkDir
@@ -590,7 +590,7 @@ def test_streams_elsewhere_give_the_same_bytes(
     place: str, made: Callable[[str], Made], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     near = made("llama")
-    monkeypatch.setattr(walk, "choose_place", lambda nbytes, device, sharing: place)
+    monkeypatch.setattr(walk_rows, "choose_place", lambda nbytes, device, sharing: place)
     far = mha2gqa.convert(near.source, tmp_path / "far", 2, calibration=[text], **OPTIONS)
     assert same(near.out, tmp_path / "far")
     said = [

@@ -17,15 +17,10 @@ from torch import Tensor
 from .. import distributed, progress
 from ..calibration import (
     Statistics,
-    attention_instances,
-    check_finite_moments,
     collect,
     counted_clips,
     find_clip,
-    mark_padding,
     module_key,
-    moment_rows,
-    observing,
 )
 from ..checkpoints.streaming import Layers, place
 from ..errors import CheckpointError
@@ -33,13 +28,12 @@ from ..evaluation.context import context_warnings
 from ..reconstruct import ReconstructConfig
 from ..reconstruct.driver import Fitter, find_pairs, split_batches
 from ..reconstruct.hidden_states import Stream, block_paths
-from ..reconstruct.ranks import Ranks, check_shared
-from ..reconstruct.row_store import STREAMS, Memory, choose_place
+from ..reconstruct.ranks import Ranks
 from ..reconstruct.train_state import frozen, repeatable, rest_of_block
 from .block_weights import BlockWeights, tensor_of
 from .calibration_options import CALIBRATED, CalibrationOptions
 from .clock import Clock
-from .converted import Converted, NotAChain, most_blocks
+from .converted import Converted, NotAChain
 from .in_memory import empty_copy
 from .inputs import Inputs, held_out_loss
 from .measured import Measured
@@ -49,11 +43,11 @@ from .search import SearchBeside, grouped
 from .storing import result_spec
 from .validation import Validation
 from .walk_report import WalkReport
+from .walk_rows import batch_rows, block_sums, hidden_state_memory, own_rows
 from .work_dir import FinishedBlock, WorkDir
 
 logger = logging.getLogger("mha2gqa")
 AHEAD_BYTES = 4 << 30  # a block of more weights than this is not looked at before its turn
-OBSERVED = "observed"  # the blocks' arguments under the attention function that is observed
 
 
 class Walk:
@@ -150,10 +144,18 @@ class Walk:
         Raises:
             NotAChain: The blocks need all of the model, which is not in memory.
         """
-        size = self._batch_rows()
-        self.memory = self._hidden_state_memory()
+        size = batch_rows(self.config, self.inputs, self.ranks)
+        root = self.work.root if self.work is not None else None
+        self.memory, slow = hidden_state_memory(
+            self.teacher, self.inputs, self.layers.device, self.ranks, root
+        )
+        for warning in slow:
+            self.report.warnings.append(warning)
+            logger.info(warning)
         self.layers.load(self.blocks[0])
-        self.original = Stream(self.teacher, self._share(self.inputs), size, self.blocks, self.memory)
+        self.original = Stream(
+            self.teacher, own_rows(self.inputs, self.ranks), size, self.blocks, self.memory
+        )
         if not self.original.chained and not self.layers.resident:
             raise NotAChain
         self.weights.share_outside()
@@ -174,27 +176,12 @@ class Walk:
         if not self.original.chained:
             self._merge_all()
 
-    def _hidden_state_memory(self) -> Memory:
-        """Where hidden states lie: on the device, in host memory, or on disk, which is said."""
-        width = int(self.teacher.config.get_text_config().hidden_size)
-        itemsize = next(p for p in self.teacher.parameters()).dtype.itemsize
-        device = self.layers.device
-        nbytes = STREAMS * self.inputs.tokens * width * itemsize // self.ranks.count
-        where = choose_place(nbytes, device, distributed.local_world_size())
-        if where == "disk":
-            self.report.warnings.append(
-                f"hidden states of {nbytes / 2**30:.1f} GiB do not fit in host memory: they are kept on disk, which is "
-                "slower; fewer --calibration-tokens fit"
-            )
-            logger.info(self.report.warnings[-1])
-        return Memory(where, device, self.work.root if self.work is not None else None)
-
     def _stream(self, model: Any) -> Stream:
         """A stream of the calibration rows from the first block on, chained and masked as `original` was found to be."""
         known = self.original
         return Stream(
             model,
-            self._share(self.inputs),
+            own_rows(self.inputs, self.ranks),
             known.size,
             self.blocks,
             self.memory,
@@ -272,17 +259,7 @@ class Walk:
             return
         with self.clock("statistics"):
             modules = self._modules(block)
-            instances = attention_instances(self.teacher, [m.module for m in modules])
-            rows = moment_rows(self.teacher, self.inputs.window)
-            with observing(self.teacher, instances, self.clip) as sums:
-                for i, batch in enumerate(self.original.batches):
-                    mark_padding(sums, batch)
-                    count = len(next(iter(batch.values())))
-                    step = count if self.original.masked else min(rows, count)
-                    for start in range(0, count, step):
-                        part = slice(start, min(count, start + step))
-                        self.original.run_block(i, None if self.original.masked else part, OBSERVED)
-                    check_finite_moments(sums.values())
+            sums = block_sums(self.original, modules, self.clip, self.inputs.window)
             for module in modules:
                 sums[module.path].pool(self.ranks.sum)
                 self.measured.add(module, sums[module.path].finish())
@@ -432,21 +409,6 @@ class Walk:
                 )
 
     # --- helpers -----------------------------------------------------------------------------------------
-
-    def _batch_rows(self) -> int:
-        """Rows of a batch on this rank."""
-        if self.config is None:
-            return max(1, min(32, len(self.inputs) // self.ranks.count))
-        few = self.config.batch_size == most_blocks(self.inputs)
-        check_shared(self.config.batch_size, self.ranks.count, len(self.inputs) if few else 0)
-        return self.config.batch_size // self.ranks.count
-
-    def _share(self, inputs: Inputs) -> Any:
-        """This rank's rows."""
-        read = inputs.read
-        if isinstance(read, Tensor):
-            return self.ranks.share(read)
-        return {name: self.ranks.share(x) for name, x in read.items()}
 
     def _modules(self, block: str) -> list[ModulePlan]:
         known = {m.path: m for m in self.plan.modules}

@@ -26,6 +26,7 @@ from mha2gqa.errors import DataError, GateError, UsageError
 from mha2gqa.evaluation import LoadedModel, evaluate, measure_gates
 from mha2gqa.evaluation.generation_metrics import Texts, bleu_tokenizer, compare_texts, normaliser
 from mha2gqa.report.generation_scores import generation_differences
+from mha2gqa.report.terminal import render
 
 RNG = np.random.default_rng(0)
 ROWS = [
@@ -144,6 +145,8 @@ def test_the_original_writes_the_targets(root: Path, tmp_path: Path) -> None:
     original, converted = result.models
     assert result.protocol == "pairs" and original.loss is not None and converted.loss is not None
     assert original.loss < converted.loss  # its own text is likelier to itself
+    assert result.settings["pairs"] == {"targets": "generate"}
+    assert ", targets that the original wrote, " in render(result.to_dict())
     beams = evaluate(models[0], tmp_path / "a.jsonl", targets="generate", beams=2, device="cpu")
     assert beams.models[0].tokens
 

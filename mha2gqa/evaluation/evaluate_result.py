@@ -217,7 +217,8 @@ class EvaluateResult(Result):
 
     Args:
         protocol: Name of the protocol; it belongs beside every figure.
-        settings: Window, stride, batch size, dtype, device, BOS policy, token limit.
+        settings: Window, stride, batch size, dtype, device, BOS policy, token limit; `pairs`: options that say how
+            these were read, as far as they were given.
         data: Paths, files, documents, tokens, bytes, words, the SHA-256 of the token ids, and `skipped`: empty
             rows, documents with nothing to score, tokens after the last whole block.
         models: One entry per model.

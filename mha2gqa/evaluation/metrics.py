@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..config.option import declared
+from ..config.pair_options import PairConfig
 from ..data import Pair
 from ..errors import CheckpointError
 from ..kv_cache import kv_bytes_per_token, sequence_cache
@@ -198,6 +200,9 @@ def _settings(setup: ResolvedConfig) -> dict[str, Any]:
     settings: dict[str, Any] = {"window": None if pairs else setup.window}
     if config.protocol == "window":
         settings["stride"] = setup.stride
+    if pairs:
+        read = ((name, getattr(config, name), item.default) for name, item in declared(PairConfig).items())
+        settings["pairs"] = {name: value for name, value, default in read if value != default}
     first = setup.entries[0]
     return settings | {
         "batch_size": config.batch_size,

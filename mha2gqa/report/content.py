@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..config.pair_options import GENERATE
 from .cache import cache_sentences
 from .generation_scores import (
     generation_cells,
@@ -227,6 +228,8 @@ def scoring(report_or_result: Any) -> str:
     parts = [f"protocol {protocol}"] if protocol else []
     parts += [f"{key} {settings[key]}" for key in ("window", "stride") if settings.get(key)]
     parts += [f"BOS: {settings['bos']}"] if settings.get("bos") else []
+    written = (settings.get("pairs") or {}).get("targets") == GENERATE
+    parts += ["targets that the original wrote"] if written else []
     parts += [f"{data['tokens']:,} tokens"] if data.get("tokens") else []
     parts += [f"sha256 {str(data['sha256'])[:12]}"] if data.get("sha256") else []
     return ", ".join(parts)

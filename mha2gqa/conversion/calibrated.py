@@ -221,23 +221,18 @@ def convert_model(
     require_class("model", original)
     if plan.export is not None:  # one class for each type, with its head
         require_language_model("model", original)
-    device = next(model.parameters()).device
     options = CalibrationOptions(
         statistics=given["statistics"],
         grouping=given["grouping"],
         refit=given["refit"],
         reconstruct=given["reconstruct"],
         fit=with_effort(effort, fit),
-        device=str(device),
+        device=str(next(model.parameters()).device),
         seed=given["seed"],
         weights=f"memory {digest(original.state_dict())}" if given["statistics"] else "",
     )
-    inputs = None
-    if calibration is not None:
-        check_read(plan.source, "--calibration")
-        require_language_model("model", model)
-        inputs = given_inputs(calibration, model, plan.source).to(device)
-    elif statistics is None:
+    inputs = None if calibration is None else _live_inputs(calibration, model, plan)
+    if inputs is None and statistics is None:
         for sentence in data_free_warnings(plan):
             logger.warning("%s", sentence)
     with reporting(progress or (Callback(stage) if stage else None)):
@@ -245,3 +240,14 @@ def convert_model(
     for sentence in made.warnings:
         logger.warning("%s", sentence)
     return keep_trainable(made.model, original)
+
+
+def _live_inputs(calibration: Tensor | Mapping[str, Tensor], model: Any, plan: Plan) -> Inputs:
+    """What a model in memory reads, on its device.
+
+    Raises:
+        UsageError, UnsupportedModelError: The model cannot read it, or has no output head.
+    """
+    check_read(plan.source, "--calibration")
+    require_language_model("model", model)
+    return given_inputs(calibration, model, plan.source).to(next(model.parameters()).device)

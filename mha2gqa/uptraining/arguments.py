@@ -150,10 +150,13 @@ def backend(on_cpu: bool, offload: bool) -> str | None:
     return "cuda:nccl,cpu:gloo" if offload else None
 
 
-def build_arguments(
-    config: UptrainConfig, budget: Budget, folder: Path, default_rate: float, evaluates: bool
-) -> TrainingArguments:
-    """TrainingArguments of a run: our defaults, then the user's options over them."""
+def _own_options(config: UptrainConfig) -> dict[str, Any]:
+    """The user's TrainingArguments by the names of the installed transformers, with what liger needs.
+
+    Raises:
+        OptionError: A name is not known.
+        UsageError: They do not suit how this process was started, what is installed, or each other.
+    """
     extra = installed_names(config.training_args)
     if extra.get("fsdp") and not is_launched():
         raise UsageError(
@@ -174,6 +177,14 @@ def build_arguments(
             where="dataloader_num_workers",
             fix="leave out one of the two: dataloader_num_workers or streaming",
         )
+    return extra
+
+
+def build_arguments(
+    config: UptrainConfig, budget: Budget, folder: Path, default_rate: float, evaluates: bool
+) -> TrainingArguments:
+    """TrainingArguments of a run: our defaults, then the user's options over them."""
+    extra = _own_options(config)
     own_accelerator = extra.pop("accelerator_config", None) or {}
     on_cpu = check_device(config.device)
     device = "cpu" if on_cpu else "cuda"

@@ -122,21 +122,34 @@ def train(
         undo_compile(student)
         if teacher is not None:
             undo_compile(teacher.model)
-    if trainer.state.global_step < budget.steps:
+    _check_ended(trainer, run, corpus, run_dir)
+    _warn_of_passes(run, corpus)
+    resumed = None if checkpoint is None else int(checkpoint.name.rpartition("-")[2])
+    return TrainingRun(student, trainer, state, corpus, resumed, start, end)
+
+
+def _check_ended(
+    trainer: UptrainTrainer, run: PreparedRun, corpus: Corpus, run_dir: RunDirectory | None
+) -> None:
+    """Refuse to go on with a training that was stopped, or that had nothing to learn from.
+
+    Raises:
+        Interrupted: It was stopped.
+        DataError: No token of the stream had a label.
+    """
+    steps = run.budget.steps
+    if trainer.state.global_step < steps:
         raise Interrupted(
-            f"stopped at step {trainer.state.global_step} of {budget.steps}",
+            f"stopped at step {trainer.state.global_step} of {steps}",
             where=None if run_dir is None else run_dir.root,
             fix="run the same command to continue",
         )
-    if isinstance(corpus.train, BlockStream) and len(trainer.guard.unlabelled) == budget.steps:
+    if isinstance(corpus.train, BlockStream) and len(trainer.guard.unlabelled) == steps:
         raise DataError(
             "no token had a label",
             where="--data",
             fix="give chats with assistant turns, or set assistant_only_loss false",
         )
-    _warn_of_passes(run, corpus)
-    resumed = None if checkpoint is None else int(checkpoint.name.rpartition("-")[2])
-    return TrainingRun(student, trainer, state, corpus, resumed, start, end)
 
 
 def _needs_masks(run: PreparedRun) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import _ledger
-from _markdown import markdown
+from _markdown import markdown, measured_on
 from _quality_cells import Cell
 from _quality_frontier import NOT_RUN, RESULTS, Rows, at_any_rate, by_configuration, key_of, spread
 
@@ -116,6 +116,24 @@ def _further(extra: Sequence[Mapping[str, Any]], cell: Cell, original: float) ->
             replace(Cell.of(row), tunes="", rate=0.0, part="valid")
         ) == key_of(cell):
             yield row["rate"], {**row, "gap": row["loss"] - original}, f"{tuning[row['key']]:.4f}"
+
+
+def windows(record: Mapping[str, Any]) -> str:
+    """Gaps after fits by the window of calibration, beside the rows of the ledger."""
+    ledger = _ledger.record(RESULTS / "quality_ledger.jsonl")
+    rows, heads = by_configuration(ledger["entries"]), ledger["num_kv_heads"]
+    original, long = rows[f"original/G{heads}"][0]["loss"], ledger["protocol"]["window"]
+    lines = []
+    for row in record["rows"]:
+        fits = rows[f"joint/G{row['groups']}/fits"]
+        usual = next(found["gap"] for found in fits if found["seed"] == record["seed"])
+        short = row["loss"] - original
+        lines.append(
+            [f"{heads // row['groups']}:1", f"{short:+.4f}", f"{usual:+.4f}", f"{short / usual:.1f}"]
+        )
+    shorter = record["rows"][0]["window"]
+    head = ["gap after fits", f"windows of {shorter:,}", f"of {long:,}", "times the gap"]
+    return f"{markdown(head, lines)}\n\nMeasured on: {measured_on(record['provenance'])}."
 
 
 def rates_tried(record: Mapping[str, Any]) -> str:

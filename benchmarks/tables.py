@@ -17,7 +17,7 @@ import _ledger
 from _loss_tables import OBJECTIVES, ce_weight, cost, quality, sweep
 from _markdown import markdown, measured_on
 from _quality_bars import bars
-from _quality_flops import larger_budget, rates_tried
+from _quality_flops import larger_budget, rates_tried, windows
 from _quality_frontier import positions, same_bytes, sizes, wide_references
 from _quality_probe_tables import probes
 from _real import decoding, masked_gradients, real, real_bars, recipe
@@ -215,6 +215,7 @@ RENDERERS: dict[str, Sequence[Callable[[Mapping[str, Any]], str]]] = {
     "benchmarks/quality_ledger.py": (same_bytes, quality, cost, positions, rates_tried),
     "benchmarks/quality_at_rate.py": (larger_budget,),
     "benchmarks/quality_probes.py": (probes,),
+    "windows of mha2gqa convert": (windows,),
     "benchmarks/wide_references.py": (wide_references,),
     "bars of benchmarks/quality_ledger.py": (bars,),
     "sizes of benchmarks/quality_ledger.py": (sizes,),

@@ -16,7 +16,9 @@ from mha2gqa.assets import heldout_path, tiny_model_path
 from mha2gqa.checkpoints.loading import load_model, load_tokenizer
 from mha2gqa.conversion import CalibrationOptions, calibration_inputs, convert_model
 from mha2gqa.conversion.checkpoint import convert
+from mha2gqa.conversion.inputs import calibration_blocks
 from mha2gqa.data import PairOptions
+from mha2gqa.data.windows import calibration_window, default_window
 from mha2gqa.errors import CheckpointError, DataError, UsageError
 from mha2gqa.evaluation import block_loss
 from mha2gqa.reconstruct import ReconstructConfig
@@ -68,6 +70,19 @@ def rows(source: Path, text: str) -> torch.Tensor:
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
+
+
+def test_blocks_are_as_long_as_the_model_allows_where_the_text_does() -> None:
+    config = {"model_type": "llama", "max_position_embeddings": 4096}
+    assert [calibration_window(config, n) for n in (524_288, 65_536, 65_535, 32_768, 32_767, 99)] == [
+        2048, 2048, 1024, 1024, 512, 512
+    ]  # fmt: skip
+    short = {"model_type": "llama", "max_position_embeddings": 300}
+    assert calibration_window(short, 10**6) == calibration_window(short, 99) == 300
+    assert default_window({"model_type": "t5"}) == calibration_window({"model_type": "t5"}, 10**6) == 568
+    stream = [torch.arange(40_000).numpy() % 100]
+    blocks = calibration_blocks(stream, lambda tokens: calibration_window(config, tokens), 33_000, 1)
+    assert blocks.shape == (32, 1025)  # of what is used of the text, not of all of it
 
 
 def test_options_of_pairs_have_no_effect_on_text(source: Path, text: str) -> None:

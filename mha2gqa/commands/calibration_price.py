@@ -16,6 +16,7 @@ from ..config import ConvertConfig, ReconstructConfig
 from ..conversion.calibration_options import FLOAT32_PARAMETERS
 from ..conversion.plan import ModulePlan, Plan
 from ..conversion.result_tensors import ADAM_BYTES, end_to_end_bytes
+from ..data.windows import LONGEST
 from ..merging.grouping import evaluations
 from ..reconstruct.row_store import STREAMS, pinned_bytes
 
@@ -62,7 +63,7 @@ def calibration_price(
     gpu_memory: float,
     gpus: int = 1,
     tokens: int = ConvertConfig.calibration_tokens,
-    window: int = ConvertConfig.calibration_window,
+    window: int = LONGEST,
     fit: ReconstructConfig | None = None,
     itemsize: int = 2,
 ) -> dict[str, Any]:

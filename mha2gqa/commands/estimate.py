@@ -12,7 +12,7 @@ from ..architectures import AttentionSpec, Geometry, find_spec, valid_groups
 from ..architectures.wide import stored_heads
 from ..checkpoints.hf_config import is_encoder_decoder, longest_context
 from ..checkpoints.side_files import find_side_files
-from ..config import ConvertConfig, PlanConfig
+from ..config import PlanConfig
 from ..config.convert import MOST_RECORDINGS
 from ..config.keywords import PlanKeywords
 from ..config.option import build
@@ -22,6 +22,7 @@ from ..conversion.recommended import convert_command
 from ..conversion.result_tensors import result_shapes, result_tensors
 from ..data.pairs import trained_on
 from ..data.spans import ENCODER_TOKENS
+from ..data.windows import calibration_window
 from ..kv_cache import (
     decode_step_bytes,
     kv_bytes,
@@ -290,7 +291,7 @@ def _calibration(model: Description, decided: Plan, asked: PlanConfig) -> dict[s
         gpu_memory=asked.gpu_memory,
         gpus=asked.gpus,
         tokens=tokens,
-        window=min(ConvertConfig.calibration_window, _reach(model.config)[0] or tokens),
+        window=calibration_window(model.config, tokens),
         fit=asked.fitting,
         itemsize=itemsize,
     )

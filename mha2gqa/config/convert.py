@@ -91,8 +91,13 @@ class ConvertConfig(PairConfig):
         metavar="TOKENS",
         range=">= 1",
     )
-    calibration_window: int = option(
-        512, "Tokens of one calibration block.", CALIBRATION, metavar="TOKENS", range=">= 2"
+    calibration_window: int | None = option(
+        None,
+        "Tokens of one calibration block.",
+        CALIBRATION,
+        metavar="TOKENS",
+        range=">= 2",
+        unset="the model's positions, at most 2048; less of little text",
     )
     text_column: str = option(
         "text", "Column of the text in JSONL, Parquet and Hub data.", CALIBRATION, metavar="NAME"

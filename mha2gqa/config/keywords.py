@@ -74,7 +74,7 @@ class ConvertKeywords(TypedDict, total=False):
     untie: bool
     attention: tuple[Attention, ...]
     calibration_tokens: int
-    calibration_window: int
+    calibration_window: int | None
     text_column: str
     statistics: str | None
     grouping: str | None

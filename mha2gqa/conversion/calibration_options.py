@@ -15,7 +15,6 @@ from .plan import Groupings, Plan
 
 CALIBRATED = ("joint", "align")  # methods that know which heads fit together, and use moments
 FLOAT32_PARAMETERS = 10**9  # models up to this size are worked on in float32
-WINDOW = ConvertConfig.calibration_window
 Stage = Callable[[str, int, int], None]
 # Options that say how text is read.
 ABOUT_TEXT = {
@@ -59,7 +58,7 @@ class CalibrationOptions:
 
     texts: tuple[str, ...] | TextSource = ()
     tokens: int = ConvertConfig.calibration_tokens
-    window: int = ConvertConfig.calibration_window
+    window: int | None = ConvertConfig.calibration_window
     text_column: str = ConvertConfig.text_column
     statistics: str | None = None
     grouping: str | None = None
@@ -100,7 +99,7 @@ class CalibrationOptions:
             tokens: Of all blocks.
         """
         found = []
-        if self._asked("window") and window < min(self.window, tokens):
+        if self.window is not None and window < min(self.window, tokens):
             found.append(
                 f"--calibration-window {self.window:,}: the model was built for {window:,} tokens, and so long are the blocks"
             )

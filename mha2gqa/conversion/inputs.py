@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,7 @@ from ..data import (
 from ..data.generation import with_targets
 from ..data.seq2seq import IGNORE_INDEX, Example, PairEncoder, encoder_positions, is_audio, open_encoder
 from ..data.spans import sentinel_ids
+from ..data.windows import calibration_window
 from ..errors import DataError, UsageError, quoted
 from ..evaluation import block_loss
 from ..progress import current
@@ -191,12 +193,11 @@ def calibration_inputs(
         if pairs.audio or not sentinel_ids(tokenizer) or pairs.fits():
             return _pair_inputs(tokenizer, config, options, pairs, source)
     texts = TextSource(options.texts, options.text_column)
-    window = min(options.window, longest_context(config) or options.window)
     embeddings = getattr(known_config(config), "vocab_size", None)
     where = tokenizer.name_or_path or "tokenizer"
     ids = within(encode_documents(tokenizer, texts), embeddings, where)
     overlap = 0 if is_encoder_decoder(config) else 1
-    blocks = calibration_blocks(ids, window, options.tokens, overlap)
+    blocks = calibration_blocks(ids, partial(_window, config, options.window), options.tokens, overlap)
     read = blocks.shape[1] - overlap
     warnings = (
         *texts.warnings,
@@ -268,12 +269,21 @@ def _written(
     return with_targets(model, encoder, pairs)
 
 
-def calibration_blocks(documents: Iterable[np.ndarray], window: int, tokens: int, overlap: int) -> Tensor:
-    """Joined documents cut into blocks of `window` (+ `overlap`) ids, as the protocol `blocks` does.
+def _window(config: Mapping[str, Any], asked: int | None, tokens: int) -> int:
+    """Tokens of a block of so many tokens of text: as asked for, or by default, at most the model's positions."""
+    if asked is None:
+        return calibration_window(config, tokens)
+    return min(asked, longest_context(config) or asked)
+
+
+def calibration_blocks(
+    documents: Iterable[np.ndarray], window: Callable[[int], int], tokens: int, overlap: int
+) -> Tensor:
+    """Joined documents cut into blocks of a window (+ `overlap`) of ids, as the protocol `blocks` does.
 
     Args:
         documents: Token ids `[n]` of one document after the other.
-        window: Tokens between the starts of two blocks; less where the text is shorter.
+        window: Tokens between the starts of two blocks, by the tokens of the text; less where the text is shorter.
         tokens: Use at most so many.
         overlap: Ids a block shares with the next.
 
@@ -288,8 +298,9 @@ def calibration_blocks(documents: Iterable[np.ndarray], window: int, tokens: int
             fix="give some 100 tokens for each of the model's hidden dims: hundreds of thousands",
         )
     stream = stream[: tokens + overlap]
-    window = min(window, len(stream) - overlap)
-    return torch.from_numpy(np.stack(list(cut_blocks([stream], window, overlap=overlap)))).long()
+    length = len(stream) - overlap
+    blocks = cut_blocks([stream], min(window(length), length), overlap=overlap)
+    return torch.from_numpy(np.stack(list(blocks))).long()
 
 
 def split_held_out(inputs: Inputs) -> tuple[Inputs, Inputs | None]:

@@ -16,9 +16,9 @@ from ..checkpoints.manifest import MANIFEST, original_place, read_manifest
 from ..checkpoints.output import check_output
 from ..checkpoints.reader import Checkpoint, open_checkpoint
 from ..checkpoints.side_files import find_side_files
-from ..data import block_tokens, eos_id, span_corruption
+from ..data import eos_id, span_corruption
 from ..data.seq2seq import is_audio
-from ..data.spans import ENCODER_TOKENS
+from ..data.windows import default_window
 from ..errors import CheckpointError, UsageError
 from .batches import Collator, SpanCollator
 from .budget import Budget, UptrainConfig, default_learning_rate, plan_budget, plan_pair_budget
@@ -37,7 +37,6 @@ from .uptrain_result import UptrainResult, recorded_result
 
 logger = logging.getLogger(__name__)
 
-MAX_DEFAULT_WINDOW = 2048  # of decoders, where their positions allow
 DEFAULT_WIDTH = 512  # of a model whose config does not tell
 
 
@@ -222,9 +221,7 @@ def choose_window(requested: int | None, raw: Mapping[str, Any], name: str) -> i
     seq2seq = is_encoder_decoder(raw)
     limit = None if seq2seq else longest_context(raw)
     if requested is None:
-        if seq2seq:
-            return block_tokens(ENCODER_TOKENS)
-        return min(MAX_DEFAULT_WINDOW, limit or MAX_DEFAULT_WINDOW)
+        return default_window(raw)
     if limit is not None and requested > limit:
         raise UsageError(
             f"longer than the context of {name}", where=f"window {requested}", fix=f"use at most {limit}"

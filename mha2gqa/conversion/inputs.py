@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..calibration import Batch
-from ..checkpoints.hf_config import is_encoder_decoder, known_config, longest_context, vocabulary_size
+from ..checkpoints.hf_config import is_encoder_decoder, known_config, vocabulary_size
 from ..checkpoints.in_memory_model import position_table
 from ..checkpoints.loading import load_model
 from ..config.convert import MOST_RECORDINGS
@@ -197,7 +197,9 @@ def calibration_inputs(
     where = tokenizer.name_or_path or "tokenizer"
     ids = within(encode_documents(tokenizer, texts), embeddings, where)
     overlap = 0 if is_encoder_decoder(config) else 1
-    blocks = calibration_blocks(ids, partial(_window, config, options.window), options.tokens, overlap)
+    blocks = calibration_blocks(
+        ids, partial(calibration_window, config, asked=options.window), options.tokens, overlap
+    )
     read = blocks.shape[1] - overlap
     warnings = (
         *texts.warnings,
@@ -267,13 +269,6 @@ def _written(
     current().stage("writing targets")
     model = load_model(path, device=options.device, trust_remote_code=options.trust_remote_code)
     return with_targets(model, encoder, pairs)
-
-
-def _window(config: Mapping[str, Any], asked: int | None, tokens: int) -> int:
-    """Tokens of a block of so many tokens of text: as asked for, or by default, at most the model's positions."""
-    if asked is None:
-        return calibration_window(config, tokens)
-    return min(asked, longest_context(config) or asked)
 
 
 def calibration_blocks(

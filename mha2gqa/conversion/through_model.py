@@ -24,13 +24,14 @@ from ..calibration import (
 from ..calibration.sampling import check_decoder
 from ..checkpoints.dtypes import torch_dtype
 from ..checkpoints.fingerprints import checkpoint_fingerprint
-from ..checkpoints.hf_config import is_encoder_decoder, longest_context, stored_dtype
+from ..checkpoints.hf_config import is_encoder_decoder, stored_dtype
 from ..checkpoints.loading import free_memory, load_model, load_tokenizer, resolve_device
 from ..checkpoints.reader import Checkpoint
 from ..checkpoints.streaming import CheckpointLayers, Layers, ResidentLayers
 from ..checkpoints.writer import NewTensor
 from ..config.pair_options import GENERATE
 from ..data import TextSource
+from ..data.windows import calibration_window
 from ..errors import UnsupportedModelError
 from ..progress import current
 from ..reconstruct import ReconstructConfig
@@ -127,7 +128,7 @@ def check_walk(checkpoint: Checkpoint, plan: Plan, options: CalibrationOptions) 
 def _check_processes(config: Mapping[str, Any], options: CalibrationOptions, fit: ReconstructConfig) -> None:
     """Refuse as many processes as cannot share a step; of an encoder-decoder its pairs decide how many blocks that has."""
     processes = distributed.world_size()
-    window = min(options.window, longest_context(config) or options.window)
+    window = calibration_window(config, options.tokens, options.window)
     known = fit.batch_size or not is_encoder_decoder(config)
     check_shared(fit.for_window(window).batch_size if known else processes, processes)
 

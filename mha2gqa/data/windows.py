@@ -26,19 +26,22 @@ def default_window(config: Mapping[str, Any]) -> int:
     return min(LONGEST, longest_context(config) or LONGEST)
 
 
-def calibration_window(config: Mapping[str, Any], tokens: int) -> int:
-    """Tokens of a block to calibrate on: as to train on, or less where so little text would give a few blocks.
+def calibration_window(config: Mapping[str, Any], tokens: int, asked: int | None = None) -> int:
+    """Tokens of a block to calibrate on: what is asked for, at most the model's positions.
 
-    Half the window and half again, while the text has fewer than 32 blocks, down to 512 tokens.
+    By default as to train on; half of it and half again, while the text has fewer than 32 blocks, down to 512 tokens.
 
     Args:
         config: The raw config.
         tokens: Of the text.
+        asked: Tokens of a block, None for the default.
 
     Example:
         >>> [calibration_window({"model_type": "llama", "max_position_embeddings": 4096}, n) for n in (524_288, 40_000, 999)]
         [2048, 1024, 512]
     """
+    if asked is not None:
+        return min(asked, longest_context(config) or asked)
     window = default_window(config)
     while tokens < BLOCKS * window and window > SHORTEST:
         window = max(SHORTEST, window // 2)

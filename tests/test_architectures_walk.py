@@ -34,7 +34,8 @@ from mha2gqa.architectures import listing
 from mha2gqa.architectures.exported import STOCK
 from mha2gqa.checkpoints.loading import load_tokenizer
 from mha2gqa.conversion.in_memory import plan_model
-from mha2gqa.reconstruct.hidden_states import Stream, block_paths
+from mha2gqa.reconstruct.hidden_states import Stream
+from mha2gqa.reconstruct.module_calls import block_paths
 
 WALKED = [name for name in listing.supported_types() if name not in STOCK]
 # One of each kind of entry runs by default; `make archs` runs all.

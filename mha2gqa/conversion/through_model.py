@@ -35,7 +35,7 @@ from ..data.windows import calibration_window
 from ..errors import UnsupportedModelError
 from ..progress import current
 from ..reconstruct import ReconstructConfig
-from ..reconstruct.hidden_states import block_paths
+from ..reconstruct.module_calls import block_paths
 from ..reconstruct.ranks import check_shared
 from .calibration_options import CALIBRATED, FLOAT32_PARAMETERS, CalibrationOptions
 from .converted import Converted, NotAChain

@@ -27,7 +27,8 @@ from ..errors import CheckpointError
 from ..evaluation.context import context_warnings
 from ..reconstruct import ReconstructConfig
 from ..reconstruct.driver import Fitter, find_pairs, split_batches
-from ..reconstruct.hidden_states import Stream, block_paths
+from ..reconstruct.hidden_states import Stream
+from ..reconstruct.module_calls import block_paths
 from ..reconstruct.ranks import Ranks
 from ..reconstruct.train_state import frozen, repeatable, rest_of_block
 from .block_weights import BlockWeights, tensor_of

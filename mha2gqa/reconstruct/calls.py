@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ..calibration import Batch
-from .hidden_states import Stream, first_tensor
+from .hidden_states import Stream
+from .module_calls import first_tensor
 from .row_store import RowStore
 
 

@@ -16,7 +16,7 @@ from ..config.reconstruct import ReconstructConfig
 from ..lm_head import ChunkedLogits, chunk_slices
 from .calls import slice_rows
 from .driver import split_batches, window_of
-from .hidden_states import MASKS, real_positions
+from .module_calls import MASKS, real_positions
 from .regress import minimise, row_order
 from .train_state import autocast, behind_masks, float32, frozen, repeatable, trained_parameters
 

@@ -15,7 +15,8 @@ from ..calibration import Batch, module_key
 from ..config.reconstruct import ReconstructConfig
 from ..errors import DataError
 from .calls import Calls, gather, slice_rows
-from .hidden_states import Stream, block_paths
+from .hidden_states import Stream
+from .module_calls import block_paths
 from .ranks import Ranks
 from .refit import refit
 from .regress import regress, variance

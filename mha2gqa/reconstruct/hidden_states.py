@@ -7,85 +7,26 @@ the blocks before, which return what those returned, so that only one block's we
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ..architectures import AttentionModule
 from ..calibration import Batch, batches, model_device, run
 from ..errors import UnsupportedModelError
+from .module_calls import (
+    MASKS,
+    Call,
+    Reached,
+    arguments,
+    first_tensor,
+    marker_like,
+    real_positions,
+    with_first,
+)
 from .row_store import Memory, RowStore
-
-SEQUENCES = ("key_value_states", "encoder_hidden_states")  # differ from row to row, like hidden states
-MASKS = (
-    "attention_mask",
-    "decoder_attention_mask",
-)  # of the inputs: where given, every batch has masks of its own
-
-
-class _Reached(Exception):
-    """The forward pass has got as far as needed."""
-
-
-def first_tensor(output: Any) -> Tensor:
-    """A module's output without what it returns beside it."""
-    return output[0] if isinstance(output, (tuple, list)) else output
-
-
-def _with_first(output: Any, first: Tensor) -> Any:
-    """An output of the same structure with another first tensor."""
-    return type(output)([first, *output[1:]]) if isinstance(output, (tuple, list)) else first
-
-
-@dataclass
-class Call:
-    """One call of a module.
-
-    Args:
-        rows: Inputs that differ from row to row, by parameter name; the first is the hidden states.
-        fixed: All other arguments (positions, masks).
-        output: `[B, T, D]`, None if the pass was stopped before.
-    """
-
-    rows: dict[str, Tensor]
-    fixed: dict[str, Any]
-    output: Tensor | None = None
-
-
-def _arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-    signature = inspect.signature(type(module).forward)
-    bound = dict(signature.bind_partial(module, *args, **kwargs).arguments)
-    bound.pop(next(iter(signature.parameters)))
-    for name, parameter in signature.parameters.items():
-        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-            bound |= bound.pop(name, {})
-    first = next(iter(bound))
-    rows = {n: x for n, x in bound.items() if (n == first or n in SEQUENCES) and isinstance(x, Tensor)}
-    return Call(rows, {n: x for n, x in bound.items() if n not in rows})
-
-
-def real_positions(inputs: Batch | Tensor) -> Tensor | None:
-    """Which positions of the decoder are real: bool `[N, T]`; None where all are."""
-    if isinstance(inputs, Tensor):
-        return None
-    mask = inputs.get("decoder_attention_mask" if "decoder_input_ids" in inputs else "attention_mask")
-    return None if mask is None or mask.ndim != 2 or bool(mask.all()) else mask.bool()
-
-
-def block_paths(model: nn.Module, module: AttentionModule) -> list[str]:
-    """Paths of all blocks of the stack that holds a module, those without attention included.
-
-    Args:
-        model: The model.
-        module: Inside a block of it.
-    """
-    container = module.block.rpartition(".")[0]
-    return [f"{container}.{name}" for name, _ in model.get_submodule(container).named_children()]
 
 
 class Stream:
@@ -161,15 +102,15 @@ class Stream:
         found: list[Call] = []
 
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            found.append(_arguments(module, args, kwargs))
-            raise _Reached
+            found.append(arguments(module, args, kwargs))
+            raise Reached
 
         block = self.model.get_submodule(self.blocks[len(returned)])
         hook = block.register_forward_pre_hook(enter, with_kwargs=True)
         try:
             with self._stand_ins(returned):
                 run(self.model, batch, self.memory.device)
-        except _Reached:
+        except Reached:
             pass
         finally:
             hook.remove()
@@ -196,8 +137,8 @@ class Stream:
         In a chain each block runs once and reads the very tensor that the one before returned. The first one is run.
         """
         output = self._run(self._read(self.rows_of(0)), self.fixed(0))
-        marker = _marker(first_tensor(output))
-        output = _with_first(output, marker)
+        marker = marker_like(first_tensor(output))
+        output = with_first(output, marker)
         try:
             calls = self._calls(self.batches[0], output)
         except (RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError):
@@ -213,7 +154,7 @@ class Stream:
         hooks = [
             self.model.get_submodule(path).register_forward_pre_hook(
                 lambda module, args, kwargs, number=number: found.append(
-                    (number, _arguments(module, args, kwargs))
+                    (number, arguments(module, args, kwargs))
                 ),
                 with_kwargs=True,
             )
@@ -257,7 +198,7 @@ class Stream:
             batch = {n: x[:rows] for n, x in self.batches[which].items()} if rows else self.batches[which]
             returned = self._returned[which][: self.at]
             if rows:
-                returned = [_with_first(x, first_tensor(x)[:rows]) for x in returned]
+                returned = [with_first(x, first_tensor(x)[:rows]) for x in returned]
             self._fixed[name] = self._enter_block(batch, returned).fixed
         return self._fixed[name]
 
@@ -317,7 +258,7 @@ class Stream:
     def _keep(self, i: int, output: Any) -> None:
         """Remember the structure of what a block returned, for the pass to the next one."""
         if self.chained and (self.masked or i == 0) and len(self._returned[i]) == self.at:
-            self._returned[i].append(_with_first(output, _marker(first_tensor(output))))
+            self._returned[i].append(with_first(output, marker_like(first_tensor(output))))
 
     @torch.no_grad()
     def advance(self, outputs: RowStore | None = None) -> None:
@@ -374,13 +315,13 @@ class Stream:
         found: list[Call] = []
 
         def enter(mod: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            found.append(_arguments(mod, args, kwargs))
+            found.append(arguments(mod, args, kwargs))
             if before:
-                raise _Reached
+                raise Reached
 
         def leave(mod: nn.Module, args: Any, output: Any) -> None:
             found[-1].output = first_tensor(output)
-            raise _Reached
+            raise Reached
 
         hooks = [
             module.register_forward_pre_hook(enter, with_kwargs=True),
@@ -391,7 +332,7 @@ class Stream:
                 self.run_block(i)
             else:
                 run(self.model, self.batches[i], self.memory.device)
-        except _Reached:
+        except Reached:
             pass
         finally:
             for hook in hooks:
@@ -408,15 +349,10 @@ class Stream:
             return self.model(**_on(self.batches[i], self.memory.device), use_cache=False).logits
         hidden = next(iter(self._read(self.rows_of(i)).values()))
         returned = list(self._returned[i if self.masked else 0])
-        returned[-1] = _with_first(returned[-1], hidden)
+        returned[-1] = with_first(returned[-1], hidden)
         with self._stand_ins(returned):
             return self.model(**_on(self.batches[i], self.memory.device), use_cache=False).logits
 
 
 def _on(batch: Batch, device: torch.device) -> dict[str, Tensor]:
     return {name: x.to(device) for name, x in batch.items()}
-
-
-def _marker(hidden: Tensor) -> Tensor:
-    """Stands for hidden states where only their shape matters; takes no memory."""
-    return hidden.new_zeros(()).expand(hidden.shape)

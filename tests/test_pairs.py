@@ -92,6 +92,13 @@ def test_what_is_no_pair(data: Any, message: str) -> None:
         list(PairSource(data, audio=False))
 
 
+def test_half_of_a_surrogate_pair_is_no_text(tmp_path: Path) -> None:
+    for row in ({"source": "w1 \ud800", "target": "w2"}, {"source": "w1", "target": "w2 \udfff"}):
+        (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
+        with pytest.raises(DataError, match=r"a.jsonl:1: invalid UTF-16 surrogate \\ud\w+; repair the text"):
+            contents(tmp_path / "a.jsonl")
+
+
 def test_a_pipe_is_refused_before_it_is_read(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "p.jsonl")
     with pytest.raises(

@@ -61,6 +61,20 @@ def require_columns(columns: Sequence[str], names: Iterable[str], where: object)
             )
 
 
+def utf8_bytes(text: str, where: str) -> int:
+    """How many bytes a text has in UTF-8.
+
+    Raises:
+        DataError: It holds half of a surrogate pair, which no tokenizer takes.
+    """
+    try:
+        return len(text.encode())
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"invalid UTF-16 surrogate \\u{ord(text[error.start]):04x}", where=where, fix="repair the text"
+        ) from error
+
+
 def shown_columns(names: Iterable[object]) -> str:
     """Names of columns for a message, in quotes where a space before or behind would not be seen."""
     shown = (name if name == name.strip() else repr(name) for name in map(str, names))

@@ -12,7 +12,7 @@ from ..checkpoints.hf_config import is_encoder_decoder
 from ..errors import DataError, Mha2gqaError, reason
 from ..modeling import PREFIX
 from .audio import Audio, to_audio
-from .formats import column_names, hub_records, records, shown_columns, undecoded
+from .formats import column_names, hub_records, records, shown_columns, undecoded, utf8_bytes
 from .memory import IN_MEMORY, names_or_items
 from .recordings import recordings, sniff_recordings, tables_beside, unread
 from .sniffing import Sniffed, SourceFile, sniff
@@ -310,8 +310,11 @@ def _field(record: Mapping[str, Any], column: str) -> Any:
 
 
 def _text(value: Any, column: str | None, place: str) -> str:
-    if value is None or isinstance(value, str):
-        return value or ""
+    if value is None:
+        return ""
+    if isinstance(value, str):
+        utf8_bytes(value, place)
+        return value
     raise DataError(
         f"column {column!r} holds a {type(value).__name__}, not text",
         where=place,

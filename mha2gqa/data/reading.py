@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import DataError, Mha2gqaError, reason
-from .formats import hub_records, records, require_columns, texts
+from .formats import hub_records, records, require_columns, texts, utf8_bytes
 from .memory import ACCEPTED, IN_MEMORY, names_or_items
 from .sniffing import Sniffed, SourceFile, sniff
 
@@ -236,19 +236,8 @@ def _document(record: Mapping[str, Any], column: str, where: str) -> Document:
 
 
 def _size(document: Document) -> int:
-    """UTF-8 bytes of the text.
-
-    Raises:
-        DataError: It holds half of a surrogate pair.
-    """
-    try:
-        return len(document.text.encode())
-    except UnicodeEncodeError as error:
-        raise DataError(
-            f"invalid UTF-16 surrogate \\u{ord(document.text[error.start]):04x}",
-            where=document.source,
-            fix="repair the text",
-        ) from error
+    """UTF-8 bytes of the text."""
+    return utf8_bytes(document.text, document.source)
 
 
 def _cut(text: str, limit: int) -> str:

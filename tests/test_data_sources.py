@@ -141,7 +141,7 @@ def test_archives_of_several_files(tmp_path: Path) -> None:
         ("a.bin", b"\x80\x04\x00\x00\x00", "not UTF-8 at byte 2: a zero byte.*convert"),
         ("a.txt", "w0 w1".encode("utf-16"), "not UTF-8 at byte 3"),
         ("a.jsonl", b'{"text": "w0", "n": ' + b"1" * 5000 + b"}", "a.jsonl:1: this line is not JSON"),
-        ("a.jsonl", b"[" * 100_000, "a.jsonl:1: this line is not JSON"),
+        ("a.jsonl", b"[" * 100_000, "a.jsonl:1: holds a JSON array"),
         ("a.csv", b"id,text\n1,w0\n2\n", "a.csv:3: a row of 1 fields under a header of 2"),
         ("a.csv", b'id,text\n1,"w0\n', "a.csv:2: not CSV"),
         ("a.csv", b"id,body\n1,w0\n", "no column 'text'; the columns are body, id"),

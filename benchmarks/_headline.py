@@ -103,9 +103,9 @@ def table(record: Mapping[str, Any]) -> str:
 # --- the chart -------------------------------------------------------------------------------------------
 
 STYLE = """:root { --paper:#fff; --ink:#1b1f24; --faint:#d4d9df; --s1:#57606a; --s2:#d55e00; --s3:#0072b2; --s4:#009e73;
-  --s5:#a3527f; }
+  --s5:#a3527f; --s6:#b58900; }
 @media (prefers-color-scheme: dark) { :root { --paper:#14171b; --ink:#e6e9ed; --faint:#3a414a; --s1:#a3acb7;
-  --s2:#ff9248; --s3:#56b4e9; --s4:#2fc79b; --s5:#e39cc4; } }
+  --s2:#ff9248; --s3:#56b4e9; --s4:#2fc79b; --s5:#e39cc4; --s6:#e0b84c; } }
 svg { font: 12px sans-serif; }"""
 GRID = 'style="stroke:var(--faint)"'
 LINE = 'fill="none" stroke-width="2"'

@@ -15,7 +15,7 @@ from _quality_frontier import Rows, by_configuration
 GROUPS = (4, 2)  # the cache sizes drawn, a row of panels each
 AXES = (("flops", "FLOPs, fits included"), ("unique_tokens", "unique tokens"))
 TICKS = (-0.03, -0.01, 0.0, 0.01, 0.03, 0.1, 0.3, 1.0)
-HEIGHT, LEFT, GAP, TOP, PANEL = 332, 52, 44, 56, 264
+HEIGHT, LEFT, GAP, TOP, PANEL = 348, 52, 44, 72, 264
 SOFT = 0.01  # gaps below are drawn on a linear scale, those above on a logarithmic one
 
 
@@ -36,13 +36,14 @@ class Line:
     dashed: bool = False
 
 
-Form = tuple[str, int, int, str]  # start, how many times G heads, R, cache
+Form = tuple[str, str, int, int, str]  # start, fit, how many times G heads, R, cache
 FORMS: dict[tuple[str, str], Form] = {
-    ("plain heads", "--s3"): ("joint", 1, 1, ""),
-    ("wide heads, R=2", "--s4"): ("joint", 1, 2, ""),
-    ("R=4", "--s1"): ("joint", 1, 4, ""),
-    ("twice the heads, 8-bit cache", "--s5"): ("joint", 2, 1, "int8"),
-    ("mean pooling", "--s2"): ("mean", 1, 1, ""),
+    ("plain heads", "--s3"): ("joint", "fits", 1, 1, ""),
+    ("300 steps of fits", "--s6"): ("joint", "fits300", 1, 1, ""),
+    ("wide heads, R=2", "--s4"): ("joint", "fits", 1, 2, ""),
+    ("R=4", "--s1"): ("joint", "fits", 1, 4, ""),
+    ("twice the heads, 8-bit cache", "--s5"): ("joint", "fits", 2, 1, "int8"),
+    ("mean pooling", "--s2"): ("mean", "merged", 1, 1, ""),
 }
 
 
@@ -54,24 +55,19 @@ def lines(rows: Rows, num_kv_heads: int) -> list[Line]:
         for cell, point in drawn
         if cell.text == "calibration"
         and not (cell.batch or cell.over)
-        and (cell.fit == "fits" or (cell.start == "mean" and cell.objective))
+        and (cell.fit == "fits" or cell.objective)
     ]
     found = []
     for objective in ("kd", "mix"):
-        for (name, colour), (start, times, wide, cache) in FORMS.items():
-            points: dict[int, list[dict[str, float]]] = {
-                g: [
-                    p
-                    for c, p in kept
-                    if (c.start, c.groups, c.wide, c.cache) == (start, times * g, wide, cache)
-                    and c.objective in ("", objective)
-                ]
-                for g in GROUPS
-                if g < num_kv_heads
-            }
-            ordered = {g: sorted(those, key=lambda point: point["flops"]) for g, those in points.items()}
-            if objective == "mix":  # no more than the fits: the solid line has them
-                ordered = {g: those if len(those) > 1 else [] for g, those in ordered.items()}
+        for (name, colour), (start, fit, times, wide, cache) in FORMS.items():
+            ordered: dict[int, list[dict[str, float]]] = {}
+            for g in (g for g in GROUPS if g < num_kv_heads):
+                form = start, fit, times * g, wide, cache
+                those = [(c, p) for c, p in kept if (c.start, c.fit, c.groups, c.wide, c.cache) == form]
+                those = [(c, p) for c, p in those if c.objective in ("", objective)]
+                if objective == "mix" and not any(c.objective for c, _ in those):
+                    those = []  # no more than the fits: the solid line has them
+                ordered[g] = sorted((p for _, p in those), key=lambda point: point["flops"])
             if any(ordered.values()):
                 found.append(Line(name, colour, ordered, objective == "mix"))
     return found
@@ -142,9 +138,12 @@ def chart(record: Mapping[str, Any]) -> str:
     points = [p for line in drawn for of_g in line.points.values() for p in of_g]
     left = LEFT - 40
     parts, x = [f'<text x="{left}" y="16">gap to the original, nats per token</text>'], float(left)
+    y = 35
     for line in (line for line in drawn if not line.dashed):
-        parts.append(f'<circle cx="{x + 4:.0f}" cy="31" r="3.5" style="fill:var({line.colour})"/>')
-        parts.append(f'<text x="{x + 12:.0f}" y="35" style="fill:var({line.colour})">{line.name}</text>')
+        if x + 12 + 6.8 * len(line.name) > LEFT + 2 * PANEL + GAP:
+            x, y = float(left), y + 16
+        parts.append(f'<circle cx="{x + 4:.0f}" cy="{y - 4}" r="3.5" style="fill:var({line.colour})"/>')
+        parts.append(f'<text x="{x + 12:.0f}" y="{y}" style="fill:var({line.colour})">{line.name}</text>')
         x += 28 + 6.8 * len(line.name)
     gaps = (1.15 * min(-0.012, *(p["gap"] for p in points)), 1.1 * max(p["gap"] for p in points))
     height = HEIGHT - TOP

@@ -17,6 +17,8 @@ import pytest
 import torch
 
 import mha2gqa
+from mha2gqa.calibration import sampling
+from mha2gqa.calibration.sampling import generate_text
 from mha2gqa.checkpoints.fingerprints import source_fingerprint
 from mha2gqa.checkpoints.reader import open_checkpoint
 from mha2gqa.cli import commands
@@ -544,6 +546,31 @@ def test_a_sweep_shares_moments_among_cells_of_one_class(text: Path, tmp_path: P
     assert len(result.models) == 5
     kept = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
     assert kept == ["statistics-mqa.safetensors", "statistics.safetensors"]
+
+
+def test_the_original_writes_the_text_of_all_cells_once(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, sampled = word_tokenizer(tmp_path / "llama", bos=True), []
+    pico_llama().save_pretrained(folder)
+    sample = sampling._sample
+    monkeypatch.setattr(sampling, "_sample", lambda *a: sampled.append(a) or sample(*a))
+    convert = {
+        "calibration": "generate",
+        "calibration_tokens": 300,
+        "calibration_window": 16,
+        "fit": {"steps": 1},
+    }
+    recipe = recipe_for(folder, text, tmp_path / "out", convert=convert)
+    del recipe["uptrain"]
+    result = sweep(recipe | {"sweep": {"groups": [4, 2], "methods": ["joint", "mean"], "alphas": [0]}})
+    files = sorted((tmp_path / "out" / "cells").glob("*/converted.generated.jsonl"))
+    assert len(result.models) == 5 and [file.parent.name for file in files] == ["g2-joint", "g4-joint"]
+    assert len({file.read_bytes() for file in files}) == 1
+    rounds = len(sampled)
+    assert rounds and not any("other text" in warning for warning in result.warnings)
+    generate_text(folder, tmp_path / "alone.jsonl", tokens=300, window=128, device="cpu")
+    assert len(sampled) == 2 * rounds  # of one text each
 
 
 # --- the rest --------------------------------------------------------------------------------------------

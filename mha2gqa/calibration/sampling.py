@@ -114,6 +114,15 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
         yield
 
 
+def copy_sampled(file: Path, to: Path) -> None:
+    """Bring text that was sampled to a place where it is asked for again, unless something lies there."""
+    record = _record_of(file)
+    if record is not None and not to.exists():
+        with writing_to(to):
+            to.parent.mkdir(parents=True, exist_ok=True)
+            _keep(to, file.read_bytes(), record)
+
+
 def _keep(out: Path, data: bytes, record: Mapping[str, Any]) -> None:
     """Write text and record; text that lies there without its record was never made here, whenever this is killed."""
     with writing_to(out):

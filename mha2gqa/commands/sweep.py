@@ -10,10 +10,14 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from ..architectures.arch_conversions import differs_for_mqa
+from ..calibration.sampling import copy_sampled
 from ..checkpoints.atomic import writing_to
 from ..checkpoints.hf_config import load_config_json
 from ..config import Recipe
 from ..config.convert import Method
+from ..config.pair_options import GENERATE
+from ..conversion.sampled_text import generated_file
+from ..distributed import is_rank_zero
 from ..errors import UsageError
 from ..progress import current
 from ..report import write_pictures, write_report
@@ -153,6 +157,7 @@ class _Sweep:
         self.stages: list[dict[str, Any]] = []
         self.warnings = _unjudged(recipe)
         self.trained: list[dict[str, Any]] = []
+        self.sampled: Path | None = None  # text of a cell before, which the original need not write again
 
     def run(self) -> SweepResult:
         """All cells, then the report."""
@@ -184,7 +189,11 @@ class _Sweep:
     def _cell(self, cell: Cell, first: Mapping[str, Any]) -> dict[str, Any]:
         """The row of one cell."""
         job = self._job(self._recipe_of(cell), cell.conversion)
+        text = generated_file(job.converted)
+        if self.sampled is not None and GENERATE in job.recipe.convert.calibration and is_rank_zero():
+            copy_sampled(self.sampled, text)
         found = job.convert()
+        self.sampled = text if text.exists() else self.sampled
         role, name, place = "converted", "evaluate", job.converted
         if cell.alpha:
             job.trained = f"uptrained-{cell.alpha:g}"

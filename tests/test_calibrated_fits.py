@@ -85,6 +85,20 @@ def test_blocks_are_as_long_as_the_model_allows_where_the_text_does() -> None:
     assert blocks.shape == (32, 1025)  # of what is used of the text, not of all of it
 
 
+def test_convert_cuts_blocks_by_the_model_and_the_text_unless_it_is_told(text: str, tmp_path: Path) -> None:
+    short, long = (word_tokenizer(tmp_path / name) for name in ("short", "long"))
+    pico_llama().save_pretrained(short)
+    pico_llama(max_position_embeddings=4096).save_pretrained(long)
+
+    def window(source: Path, **asked: Any) -> int:
+        words = {"calibration": [text], "refit": False, "reconstruct": False, "device": "cpu", "force": True}
+        return int(convert(source, tmp_path / "out", 2, **words | asked).calibration["window"])
+
+    assert (window(short), window(long)) == (128, 512)  # a few thousand tokens
+    assert (window(short, calibration_window=16), window(long, calibration_window=16)) == (16, 16)
+    assert window(short, calibration_window=1000) == 128
+
+
 def test_options_of_pairs_have_no_effect_on_text(source: Path, text: str) -> None:
     config = json.loads((source / "config.json").read_text())
     asked = CalibrationOptions(texts=(text,), window=16, pairs=PairOptions(targets="generate"))

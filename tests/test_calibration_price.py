@@ -71,7 +71,7 @@ def test_batches_in_blocks_and_distillation_have_their_price(tmp_path: Path) -> 
     def price(**fit: Any) -> Any:
         return asked(**fit).calibration["regression"]
 
-    assert price(batch_size=64) == price(batch_tokens=64 * 2048) != price()
+    assert price(batch_size=16) == price(batch_tokens=16 * 2048) != price()
     assert price(batch_size=512) == price(batch_tokens=524_288 // 8)  # the text fills a step several times
     long, few = asked(distill_steps=300), asked(distill_steps=150)
     whole = long.calibration["distillation"]

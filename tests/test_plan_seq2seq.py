@@ -154,3 +154,8 @@ def test_calibrating_on_recordings_is_priced_by_those_that_are_read(tmp_path: Pa
     assert "Calibrating on at most 1,000 recordings (12k encoder positions), layer" in render(found.to_dict())
     assert plan(source, groups=2, calibration_tokens=100).calibration["recordings"] == 100
     assert "recordings" not in plan(saved("bart", tmp_path / "bart"), groups=2).calibration
+
+
+def test_uptraining_is_priced_in_blocks_as_they_are_cut(tmp_path: Path) -> None:
+    assert plan(saved("t5", tmp_path / "t5"), groups=2).memory["window"] == 568
+    assert plan(saved("bart", tmp_path / "bart"), groups=2).memory["window"] == 64  # all that its decoder has

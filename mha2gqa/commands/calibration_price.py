@@ -16,7 +16,7 @@ from ..config import ConvertConfig, ReconstructConfig
 from ..conversion.calibration_options import FLOAT32_PARAMETERS
 from ..conversion.plan import ModulePlan, Plan
 from ..conversion.result_tensors import ADAM_BYTES, end_to_end_bytes
-from ..data.windows import LONGEST
+from ..data.windows import LONGEST_WINDOW
 from ..merging.grouping import evaluations
 from ..reconstruct.row_store import STREAMS, pinned_bytes
 
@@ -63,7 +63,7 @@ def calibration_price(
     gpu_memory: float,
     gpus: int = 1,
     tokens: int = ConvertConfig.calibration_tokens,
-    window: int = LONGEST,
+    window: int = LONGEST_WINDOW,
     fit: ReconstructConfig | None = None,
     itemsize: int = 2,
 ) -> dict[str, Any]:
@@ -122,9 +122,8 @@ def calibration_price(
         "steps": fit.steps if fit.regress else 0,
         "trained": fit.train,
         "host_bytes": gpus * pinned_bytes(STREAMS * tokens * layer.hidden * itemsize // gpus),
-        "disk_bytes": 0
-        if distillation
-        else count * layer.trained * itemsize,  # that walk keeps all in memory
+        # A walk that ends in distillation keeps all in memory.
+        "disk_bytes": 0 if distillation else count * layer.trained * itemsize,
         "regression": _stage(count * (closed + max(search, share * regression)), backward, gpu_memory),
         "closed_form": _stage(count * (closed + search), forward, gpu_memory),
         "distillation": distillation,

@@ -22,7 +22,7 @@ from ..conversion.recommended import convert_command
 from ..conversion.result_tensors import result_shapes, result_tensors
 from ..data.pairs import trained_on
 from ..data.spans import ENCODER_TOKENS
-from ..data.windows import calibration_window
+from ..data.windows import LONGEST_WINDOW, calibration_window, default_window
 from ..kv_cache import (
     decode_step_bytes,
     kv_bytes,
@@ -44,7 +44,7 @@ from .estimate_warnings import (
 )
 from .estimate_wide import Form, wide_figures, wide_parallel_warnings
 from .plan_result import PlanResult
-from .training_price import WINDOW, training_price
+from .training_price import training_price
 
 __all__ = ["PlanResult", "plan", "suggested"]
 
@@ -268,9 +268,12 @@ def _prices(model: Description, decided: Plan, asked: PlanConfig) -> tuple[dict[
     """The price of calibrating and fitting, and that of uptraining."""
     if decided.spec.unread:
         return {}, {"unpriced": "", "sets": {}}
-    window = min(WINDOW, _reach(model.config)[0] or WINDOW)
     training = training_price(
-        model, decided, gpu_memory=asked.gpu_memory, tokens=asked.uptrain_tokens, window=window
+        model,
+        decided,
+        gpu_memory=asked.gpu_memory,
+        tokens=asked.uptrain_tokens,
+        window=min(default_window(model.config), longest_context(model.config) or LONGEST_WINDOW),
     )
     return _calibration(model, decided, asked), training
 

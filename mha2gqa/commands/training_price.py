@@ -15,6 +15,7 @@ from ..checkpoints.hf_config import is_encoder_decoder, text_config
 from ..config import PlanConfig, UptrainConfig
 from ..conversion.plan import Plan
 from ..conversion.result_tensors import result_shapes
+from ..data.windows import LONGEST_WINDOW
 from .describe import Description
 
 # Bytes for each trained parameter: float32 weight and gradient, two AdamW moments in 32 or in 8 bits.
@@ -27,7 +28,6 @@ AUTOCAST_BYTES = 2  # bfloat16 copies of trained weights, for one forward and ba
 QUANTISED_BYTES = (4 + (8 + 32 / 256) / 64) / 8
 DEVICES, SHARDED = (1, 2, 4, 8), ("all", "attention")  # adapters do not train under FSDP
 CARDS = (1, 2)  # of which prices are given
-WINDOW = 2048
 BLOCKS = (8, 4, 2, 1)  # of a forward pass of one process: the most that fit are taken
 # What a token keeps in each layer for the backward pass, as multiples of the widths D and F: in compiled layers, which
 # long runs have, and without.
@@ -129,7 +129,7 @@ def training_price(
     *,
     gpu_memory: float,
     tokens: int = PlanConfig.uptrain_tokens,
-    window: int = WINDOW,
+    window: int = LONGEST_WINDOW,
 ) -> dict[str, Any]:
     """Memory, speed and hours of `uptrain` for each parameter set.
 
@@ -235,7 +235,7 @@ def tokens_per_second(
     train: str,
     gpus: int = 1,
     way: Way = PLAIN,
-    micro_tokens: int = WINDOW,
+    micro_tokens: int = LONGEST_WINDOW,
     step_tokens: int = STEP_TOKENS,
 ) -> float:
     """Of a long run on cards like an H100.
@@ -259,7 +259,7 @@ def tokens_per_second(
     return 1 / seconds
 
 
-def sizes_of(model: Description, decided: Plan, window: int = WINDOW) -> Sizes:
+def sizes_of(model: Description, decided: Plan, window: int = LONGEST_WINDOW) -> Sizes:
     """Sizes of a model and of its conversion.
 
     Args:

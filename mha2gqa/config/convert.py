@@ -97,7 +97,7 @@ class ConvertConfig(PairConfig):
         CALIBRATION,
         metavar="TOKENS",
         range=">= 2",
-        unset="the model's positions, at most 2048; less of little text",
+        unset="the model's positions, at most 2048; less for little text",
     )
     text_column: str = option(
         "text", "Column of the text in JSONL, Parquet and Hub data.", CALIBRATION, metavar="NAME"

@@ -197,7 +197,7 @@ def convert_model(
         UsageError, UnsupportedModelError: Arguments or the model are invalid, or its weights are not all here.
 
     Example:
-        >>> blocks = token_blocks(tokenizer, read_documents("train.jsonl"), 512)  # doctest: +SKIP
+        >>> blocks = token_blocks(tokenizer, read_documents("train.jsonl"), 2048)  # doctest: +SKIP
         >>> small = convert_model(model, groups=8, calibration=blocks)  # doctest: +SKIP
     """
     require_whole("model", model)

@@ -8,11 +8,9 @@ from typing import Any
 from ..checkpoints.hf_config import is_encoder_decoder, longest_context
 from .spans import ENCODER_TOKENS, block_tokens
 
-LONGEST = 2048  # of a decoder's blocks, where its positions allow
-SHORTEST, BLOCKS = (
-    512,
-    32,
-)  # of calibration: little text is cut shorter than this many blocks need, but not below
+LONGEST_WINDOW = 2048  # tokens of a decoder's block, where its positions allow
+LEAST_BLOCKS = 32  # of calibration text: with fewer, blocks are made shorter
+SHORTEST_WINDOW = 512  # which they are not made shorter than
 
 
 def default_window(config: Mapping[str, Any]) -> int:
@@ -23,17 +21,17 @@ def default_window(config: Mapping[str, Any]) -> int:
     """
     if is_encoder_decoder(config):
         return block_tokens(ENCODER_TOKENS)
-    return min(LONGEST, longest_context(config) or LONGEST)
+    return min(LONGEST_WINDOW, longest_context(config) or LONGEST_WINDOW)
 
 
 def calibration_window(config: Mapping[str, Any], tokens: int, asked: int | None = None) -> int:
     """Tokens of a block to calibrate on: what is asked for, at most the model's positions.
 
-    By default as to train on; half of it and half again, while the text has fewer than 32 blocks, down to 512 tokens.
+    By default as to train on; while the text has fewer than 32 blocks, half of that and half again, down to 512 tokens.
 
     Args:
         config: The raw config.
-        tokens: Of the text.
+        tokens: Of the text, as far as it is used.
         asked: Tokens of a block, None for the default.
 
     Example:
@@ -43,6 +41,6 @@ def calibration_window(config: Mapping[str, Any], tokens: int, asked: int | None
     if asked is not None:
         return min(asked, longest_context(config) or asked)
     window = default_window(config)
-    while tokens < BLOCKS * window and window > SHORTEST:
-        window = max(SHORTEST, window // 2)
+    while tokens < LEAST_BLOCKS * window and window > SHORTEST_WINDOW:
+        window = max(SHORTEST_WINDOW, window // 2)
     return window

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 LONGEST = 400  # characters of a message
 # What would move the cursor, colour the terminal or turn the reading direction, and halves of surrogate pairs.
@@ -33,6 +34,16 @@ def listed(names: list[str] | tuple[str, ...], limit: int = 5) -> str:
     """Some names with commas between them, and how many more there are."""
     shown = ", ".join(shortened(name, 80) for name in names[:limit])
     return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
+
+
+def no_effect(names: Sequence[str]) -> str:
+    """What a warning says of options that were given for nothing.
+
+    Example:
+        >>> no_effect(["--beams"]), no_effect(["--beams", "--task"])
+        ('--beams has no effect', '--beams, --task have no effect')
+    """
+    return f"{', '.join(names)} {'has' if len(names) == 1 else 'have'} no effect"
 
 
 class Mha2gqaError(Exception):

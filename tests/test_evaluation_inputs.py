@@ -101,7 +101,7 @@ def test_models_in_memory_beside_paths(folder: Path, plain: PreTrainedTokenizerB
 
 def test_options_of_pairs_have_no_effect_on_text(folder: Path) -> None:
     found = evaluate(folder, TEXTS, device="cpu", beams=2, retry_temperatures=(0.2,))
-    assert found.warnings[0] == "no pairs are read: --beams and --retry-temperatures have no effect"
+    assert found.warnings[0] == "no pairs are read: --beams, --retry-temperatures have no effect"
     assert not any("written again" in warning for warning in found.warnings)
 
 

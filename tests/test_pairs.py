@@ -640,7 +640,7 @@ def test_temperatures_without_generated_text_are_refused() -> None:
 def test_options_of_pairs_are_told_where_none_are_read() -> None:
     assert PairOptions().without_effect() == []
     (said,) = PairOptions(source_language="de", retry_temperatures=(0.2,)).without_effect()
-    assert said == "no pairs are read: --retry-temperatures and --source-lang have no effect"
+    assert said == "no pairs are read: --retry-temperatures, --source-lang have no effect"
 
 
 def test_a_model_writes_the_targets(models: dict[str, Path], tmp_path: Path) -> None:

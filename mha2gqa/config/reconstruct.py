@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
+from ..errors import no_effect
 from .coerce import Invalid, coerce, short
 from .option import CALIBRATION, RECIPE, Config, OptionError, option
 
@@ -161,8 +162,7 @@ class ReconstructConfig(Config):
             yield "train=layer has no effect without the regression"
         unused = [key for key in OF_THE_REGRESSION if key in self.given and not self.regress]
         if unused:
-            verb = "has" if len(unused) == 1 else "have"
-            yield f"{', '.join(unused)} {verb} no effect without the regression"
+            yield f"{no_effect(unused)} without the regression"
         if "ridge" in self.given and not self.refit:
             yield "ridge has no effect without the refit"
         if "rest_rate" in self.given and self.train != "layer":

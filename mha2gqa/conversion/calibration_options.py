@@ -10,6 +10,7 @@ from typing import Any
 from ..checkpoints.output import check_name
 from ..config import ConvertConfig, OptionError, ReconstructConfig
 from ..data import PairOptions, TextSource
+from ..errors import no_effect
 from ..progress import current
 from .plan import Groupings, Plan
 
@@ -84,8 +85,7 @@ class CalibrationOptions:
     def _unread(self, why: str, *names: str) -> list[str]:
         """A warning of those of these options that were given."""
         flags = [flag for name, flag in ABOUT_TEXT.items() if name in names and self._asked(name)]
-        verb = "has" if len(flags) == 1 else "have"
-        return [f"{why}: {', '.join(flags)} {verb} no effect"] if flags else []
+        return [f"{why}: {no_effect(flags)}"] if flags else []
 
     def _asked(self, name: str) -> bool:
         """Whether an option differs from its default."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from ..config.pair_options import PairConfig
-from ..errors import UsageError
+from ..errors import UsageError, no_effect
 from .pairs import PairSource
 
 
@@ -92,8 +92,7 @@ class PairOptions:
     def without_effect(self) -> list[str]:
         """A warning of options that were given, where no pairs are read."""
         flags = sorted(map(_flag, self._given()))
-        verb = "has" if len(flags) == 1 else "have"
-        return [f"no pairs are read: {' and '.join(flags)} {verb} no effect"] if flags else []
+        return [f"no pairs are read: {no_effect(flags)}"] if flags else []
 
     def _given(self) -> set[str]:
         return {option.name for option in fields(self) if getattr(self, option.name) != option.default}

@@ -83,7 +83,7 @@ class PairSource:
         self.warnings = [w for _, found in self._parts if found for w in found.warnings]
         self.warnings += [w for name, found in self._parts if audio and found is None for w in unread(name)]
         self.empty = 0
-        if not self.can_be_reread:
+        if not all(file.path.is_file() or file.path.is_dir() for file in self.files):
             raise DataError(
                 "a pipe can be read only once, pairs are looked at before they are used",
                 where=", ".join(self.names),
@@ -105,11 +105,6 @@ class PairSource:
     def files(self) -> list[SourceFile]:
         """The tables, in the order of reading."""
         return [file for _, found in self._parts if found for file in found.files]
-
-    @property
-    def can_be_reread(self) -> bool:
-        """Whether a second reading gives the same pairs: not for a pipe."""
-        return all(file.path.is_file() or file.path.is_dir() for file in self.files)
 
     def fits(self) -> bool:
         """Whether the data has the columns of pairs, going by its first row."""

@@ -20,18 +20,18 @@ from ..checkpoints.loading import (
     resolve_device,
     resolve_dtype,
 )
-from ..data import Document, PairOptions, PairSource, TextSource, block_tokens
+from ..data import Document, PairOptions, PairSource, TextSource
 from ..data.memory import Replayed
 from ..data.seq2seq import is_audio
-from ..data.spans import ENCODER_TOKENS, sentinel_ids
-from ..errors import DataError, UsageError, quoted
+from ..data.spans import sentinel_ids
+from ..data.windows import LONGEST_WINDOW, default_window
+from ..errors import DataError, UsageError, no_effect, quoted
 from .entries import EvalModel, open_entries, raw_config, tokenizer_of
 from .evaluate_result import EvaluateConfig, LoadedModel, ModelRef, model_name
 from .generation_metrics import AUTO, EXACT, choose_metrics, named_metrics
 from .lm_eval import check_tasks
 from .protocols import PAIRS, PROTOCOLS, SEQ2SEQ, SPAN_CORRUPTION
 
-DEFAULT_WINDOW = 2048
 CHECKED_PAIRS = 10_000  # looked at beforehand, at most
 TEXT_ONLY = ("window", "stride", "text_column", "bos")  # options that pairs have no use for
 PROBE_DOCUMENTS, PROBE_CHARACTERS = 20, 20_000  # text on which tokenizers are compared beforehand
@@ -93,7 +93,8 @@ def prepare(config: EvaluateConfig) -> ResolvedConfig:
     check_tasks(config.tasks)
     warnings: list[str] = []
     text, config = _open_data(config, warnings)
-    _check_readable_again(text, config)
+    if isinstance(text, TextSource):  # pairs are none of a pipe
+        _check_readable_again(text, config)
     entries = open_entries(config)
     for entry in entries:
         _check_kind(entry, config.protocol)
@@ -177,8 +178,7 @@ def _without_effect(config: EvaluateConfig) -> list[str]:
     """A warning of options about text, where pairs are read."""
     given = [name for name in TEXT_ONLY if getattr(config, name) != getattr(EvaluateConfig, name)]
     flags = [f"--{name.replace('_', '-')}" for name in given]
-    verb = "has" if len(flags) == 1 else "have"
-    return [f"pairs are read, no text: {', '.join(flags)} {verb} no effect"] if flags else []
+    return [f"pairs are read, no text: {no_effect(flags)}"] if flags else []
 
 
 def _text(config: EvaluateConfig, warnings: list[str], rows: bool = False) -> TextSource:
@@ -227,8 +227,12 @@ def measured_metrics(subjects: Sequence[ModelRef], names: Sequence[str]) -> tupl
     return named_metrics(names, AUTO in names and is_audio(raw_config(subjects[0])))
 
 
-def _check_readable_again(text: TextSource | PairSource, config: EvaluateConfig) -> None:
-    """Refuse a pipe where the text is read once for each model: the second would get what is left of it."""
+def _check_readable_again(text: TextSource, config: EvaluateConfig) -> None:
+    """Refuse a pipe where the text is read once for each model: the second would get what is left of it.
+
+    Raises:
+        DataError: It is one, and there are several models.
+    """
     if len(config.subjects) > 1 and not text.can_be_reread:
         raise DataError(
             "a pipe can be read only once, the text is read for each model",
@@ -257,15 +261,14 @@ def _check_kind(entry: EvalModel, protocol: str) -> None:
 
 def _window(config: EvaluateConfig, entries: list[EvalModel], warnings: list[str]) -> int:
     if config.protocol == PAIRS:
-        return DEFAULT_WINDOW  # of batches: pairs have lengths of their own
+        return LONGEST_WINDOW  # of batches: pairs have lengths of their own
     asked = config.window
     least = 2 if config.protocol == "wikitext2" else 1
     if asked is not None and asked < least:
         raise UsageError("too short to score anything", where=f"--window {asked}")
     contexts = {e.name: n for e in entries if (n := context_length(e.config)) is not None}
     if not contexts:
-        usual = block_tokens(ENCODER_TOKENS) if config.protocol == SPAN_CORRUPTION else DEFAULT_WINDOW
-        return usual if asked is None else asked
+        return default_window(entries[0].config) if asked is None else asked
     shortest = min(contexts, key=lambda name: contexts[name])
     limit = contexts[shortest]
     if asked is not None and asked > limit:
@@ -276,8 +279,8 @@ def _window(config: EvaluateConfig, entries: list[EvalModel], warnings: list[str
         )
     if asked is not None:
         return asked
-    if config.protocol != "rolling" and limit >= DEFAULT_WINDOW:
-        return DEFAULT_WINDOW
+    if config.protocol != "rolling" and limit >= LONGEST_WINDOW:
+        return LONGEST_WINDOW
     warnings.append(f"window {limit}, the context of {shortest}")
     return limit
 

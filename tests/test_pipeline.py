@@ -519,6 +519,8 @@ def test_the_page_of_a_sweep_tells_no_tales(model: Path, text: Path, tmp_path: P
     assert (
         "report.context 512: the model was built for 128 tokens; sizes are quoted for those" in asked.warnings
     )
+    judged = sweep(recipe | {"report": {"max_wer_delta": 1}}, dry_run=True)  # of no figure that is measured
+    assert any("report.max_wer_delta: a sweep judges none of its models" in line for line in judged.warnings)
     result = sweep(recipe)
     page = (tmp_path / "out" / "report.html").read_text()
     assert "<h1>pico: G = 4, 2; mean, first; alpha 0 to 0.01</h1>" in page

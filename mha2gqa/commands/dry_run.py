@@ -59,7 +59,6 @@ def rehearse(recipe: Recipe) -> tuple[list[dict[str, Any]], list[str]]:
         warnings += found.warnings
         stages.append(_planned("convert", _convert_detail(recipe, found)))
     _check_generate(recipe, config)
-    check_limits(recipe, config)
     check_pairs(recipe, source, config, network=False)
     texts = [*recipe.convert.calibration, *recipe.evaluate.data]
     stages.append(_planned("evaluate", _evaluate_detail(recipe, config)))

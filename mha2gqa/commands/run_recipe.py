@@ -24,6 +24,7 @@ from ..uptraining import uptrain
 from .bench import bench, longest_context
 from .builtin import resolve_data, resolve_model
 from .check_pairs import check_pairs
+from .describe import read_config
 from .dry_run import check_limits, gate_limits, rehearse
 from .report_data import Outcome, build_report
 from .stages import StageRecords
@@ -93,6 +94,7 @@ def run(
     recipe = as_recipe(recipe, overrides)
     check_recipe(recipe)
     if dry_run:
+        check_limits(recipe, read_config(resolve_model(recipe.source)))
         stages, warnings = rehearse(recipe)
         return RunResult(recipe.output, stages, warnings=warnings, dry_run=True)
     job = Job(recipe, StageRecords(Path(recipe.output) / "stages", force), callbacks=callbacks)

@@ -128,6 +128,9 @@ def test_statistics_of_other_text_are_used_and_said(source: Path, text: str, tmp
     assert not any("moments" in warning for warning in [*first.warnings, *same.warnings])
     moved = convert(source, tmp_path / "c", 2, **options(other, statistics=file, reconstruct=False))
     assert any("other text than --calibration" in warning for warning in moved.warnings)
+    shorter = options(text, statistics=file, reconstruct=False, calibration_window=8)
+    cut = convert(source, tmp_path / "cut", 2, **shorter)
+    assert any("or on blocks of another length, and are used" in warning for warning in cut.warnings)
     unread = convert(source, tmp_path / "d", 2, **options(other, statistics=file, **MERGED_ONLY))
     assert any("calibration text is not read" in warning for warning in unread.warnings)
     assert [x["residual"] for x in unread.layers] == [x["residual"] for x in first.layers]

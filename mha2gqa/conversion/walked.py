@@ -53,8 +53,8 @@ def walked(
     warnings += other_weights(statistics, options)
     if statistics is not None and statistics.about.get("data_sha256") != data_digest(seen.read):
         warnings.append(
-            f"the second moments in {options.statistics} were measured on other text than --calibration, and are used; "
-            "remove the file to measure them again"
+            f"the second moments in {options.statistics} were measured on other text than --calibration, or on blocks of "
+            "another length, and are used; remove the file to measure them again"
         )
     config = None if fit is None else fit_config(fit, seen)
     if fit is not None and config is not None:

@@ -89,7 +89,7 @@ def larger_budget(record: Mapping[str, Any]) -> str:
         for name, cell in ways(g, LARGE).items():
             found = [
                 *_of_the_ledger(rows, cell),
-                *_further(record["rows"], cell, rows["original/G16"][0]["loss"]),
+                *_further(record["rows"], cell, rows[f"original/G{heads}"][0]["loss"]),
             ]
             for rate, row, tuning in sorted(found, key=lambda run: run[0]):
                 figures = [f"{row['gap']:+.4f}", f"{row['kl']:.3f}", f"{row['unique_tokens'] / 1e6:.1f}M"]
@@ -122,18 +122,32 @@ def windows(record: Mapping[str, Any]) -> str:
     """Gaps after fits by the window of calibration, beside the rows of the ledger."""
     ledger = _ledger.record(RESULTS / "quality_ledger.jsonl")
     rows, heads = by_configuration(ledger["entries"]), ledger["num_kv_heads"]
-    original, long = rows[f"original/G{heads}"][0]["loss"], ledger["protocol"]["window"]
+    long, gaps = ledger["protocol"]["window"], window_gaps(record, rows, heads)
     lines = []
-    for row in record["rows"]:
+    for row, short in zip(record["rows"], gaps.values(), strict=True):
         fits = rows[f"joint/G{row['groups']}/fits"]
         usual = next(found["gap"] for found in fits if found["seed"] == record["seed"])
-        short = row["loss"] - original
         lines.append(
             [f"{heads // row['groups']}:1", f"{short:+.4f}", f"{usual:+.4f}", f"{short / usual:.1f}"]
         )
     shorter = record["rows"][0]["window"]
     head = ["gap after fits", f"windows of {shorter:,}", f"of {long:,}", "times the gap"]
     return f"{markdown(head, lines)}\n\nMeasured on: {measured_on(record['provenance'])}."
+
+
+def window_gaps(record: Mapping[str, Any], rows: Rows, num_kv_heads: int) -> dict[str, float]:
+    """Gaps after fits on other windows, by what the probes call these conversions.
+
+    Args:
+        record: `quality_windows.json`.
+        rows: Of the ledger.
+        num_kv_heads: Of the original.
+    """
+    original = rows[f"original/G{num_kv_heads}"][0]["loss"]
+    return {
+        f"GQA-{row['groups']}, fits on windows of {row['window']}": row["loss"] - original
+        for row in record["rows"]
+    }
 
 
 def rates_tried(record: Mapping[str, Any]) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import _ledger
 from _markdown import markdown, measured_on
 from _quality_cells import Cell
+from _quality_flops import window_gaps
 from _quality_frontier import NOT_RUN, RESULTS, by_configuration, gap_of, listed, row_name
 
 
@@ -49,11 +51,16 @@ def _gaps(model: str) -> dict[str, float]:
     ledger = _ledger.record(RESULTS / "quality_ledger.jsonl")
     if ledger["model"] != model:
         return {}
-    return {
+    rows = by_configuration(ledger["entries"])
+    gaps = {
         row_name(Cell.of(found[0])): gap_of(found)
-        for found in by_configuration(ledger["entries"]).values()
+        for found in rows.values()
         if found[0].get("fit") == "fits" and not (found[0].get("equal_to") or found[0].get("at_rate"))
     }
+    windows = RESULTS / "quality_windows.json"
+    if not windows.exists():
+        return gaps
+    return gaps | window_gaps(json.loads(windows.read_text(encoding="utf-8")), rows, ledger["num_kv_heads"])
 
 
 def _gap(gaps: Mapping[str, float], name: str) -> list[str]:

@@ -32,6 +32,8 @@ SHAPES = {  # hidden, feed-forward, heads, layers of the whole model, vocabulary
     "tiny": (128, 256, 8, 4, 2048),
 }
 
+WINDOW = "512"  # tokens of a block: of every row, so that they can be compared
+
 
 def write_model(folder: Path, shape: str, layers: int) -> None:
     """A checkpoint of random weights, one shard a layer, and the tokenizer of the embedded model."""
@@ -162,7 +164,8 @@ def convert(args: argparse.Namespace, source: Path, text: Path) -> dict[str, Any
     """Run the command and watch it; {} where its time was up (what is finished is kept)."""
     out = args.work / f"out-{args.name}"
     words = ["convert", str(source), str(out), "--groups", str(args.groups), "--calibration", str(text)]
-    words += ["--calibration-tokens", str(args.tokens), "--device", args.device, "--json", *args.more]
+    words += ["--calibration-tokens", str(args.tokens), "--calibration-window", WINDOW]
+    words += ["--device", args.device, "--json", *args.more]
     launch = [sys.executable, "-m"]
     if args.processes > 1:
         launch += ["torch.distributed.run", "--standalone", f"--nproc_per_node={args.processes}", "-m"]

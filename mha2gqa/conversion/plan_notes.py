@@ -19,7 +19,15 @@ def plan_notes(
     num_kv_heads: tuple[int, int],
     changes: Mapping[tuple[str, ...], Any],
 ) -> list[str]:
-    """What the user should know before converting."""
+    """What the user should know before converting.
+
+    Args:
+        spec: The model's entry in the table.
+        config: Its raw config.
+        num_heads: Query heads H.
+        num_kv_heads: KV heads before and after.
+        changes: Keys of the config that are rewritten.
+    """
     before, groups = num_kv_heads
     notes = [spec.note] if spec.note else []
     if spec.uncalibrated:

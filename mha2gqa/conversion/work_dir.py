@@ -114,9 +114,8 @@ class WorkDir:
             )
 
     def _clear(self) -> None:
-        for path in sorted(
-            self.root.iterdir()
-        ):  # the first block first: killed here, what is left counts for nothing
+        # The first block first: killed here, what is left counts for nothing.
+        for path in sorted(self.root.iterdir()):
             if path.name not in (LOCK, RUN):  # which is replaced, and says meanwhile whose folder this is
                 path.unlink() if path.is_file() else shutil.rmtree(path)
 

@@ -106,9 +106,7 @@ def languages(tokenizer: Any) -> dict[str, str]:
     tokens = getattr(tokenizer, "lang_code_to_token", None)  # M2M100: `fr` is `__fr__`
     if not isinstance(tokens, Mapping):
         ids = getattr(tokenizer, "lang_code_to_id", None)  # mBART, PLBART
-        codes = (
-            ids if isinstance(ids, Mapping) else tokenizer.get_added_vocab()
-        )  # of NLLB all that are no marks
+        codes = ids if isinstance(ids, Mapping) else tokenizer.get_added_vocab()  # all of NLLB but marks
         tokens = {code: code for code in codes if not code.startswith(("<", "["))}
     return {code: token for code, token in tokens.items() if _id(tokenizer, token) is not None}
 

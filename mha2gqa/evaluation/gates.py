@@ -129,7 +129,10 @@ def check_limits(
         if models < 2:
             raise UsageError("a gate needs two models", where=shown, fix="give the original first")
         if not measured.get(name, True):
-            raise UsageError("needs a figure that is not measured", where=shown, fix=gate.needs)
+            needs = (
+                gate.needs if where is None else gate.needs.replace("--", "evaluate.")
+            )  # as recipes have it
+            raise UsageError("needs a figure that is not measured", where=shown, fix=needs)
     return limits
 
 

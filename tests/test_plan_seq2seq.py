@@ -147,6 +147,19 @@ def test_a_rehearsal_names_the_protocol_of_pairs(tmp_path: Path) -> None:
     assert evaluation["detail"] == f"protocol pairs on {pairs}"
 
 
+def test_a_rehearsal_reads_the_pairs_of_one_split(tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        (tmp_path / "data" / split).mkdir(parents=True)
+        (tmp_path / "data" / split / "a.jsonl").write_text(
+            json.dumps({"source": "w1", "target": "w2"}) + "\n"
+        )
+    source, name = saved("bart", tmp_path / "in"), f"{tmp_path / 'data'}::test"
+    sections = {"convert": {"groups": 2}, "evaluate": {"data": [name]}}
+    recipe = recipe_from_dict({"source": str(source), "output": str(tmp_path / "out"), **sections})
+    (evaluation,) = (stage for stage in run(recipe, dry_run=True).stages if stage["name"] == "evaluate")
+    assert evaluation["detail"] == f"protocol pairs on {name}"
+
+
 def test_calibrating_on_recordings_is_priced_by_those_that_are_read(tmp_path: Path) -> None:
     source = saved("whisper", tmp_path / "in")
     found = plan(source, groups=2)

@@ -16,7 +16,7 @@ from ..config.recipe import Section
 from ..data import PairOptions
 from ..data.pairs import SPAN_CORRUPTED, is_audio, stock_type
 from ..data.seq2seq import open_encoder
-from ..data.sniffing import exists
+from ..data.sniffing import exists, parted
 from ..errors import Mha2gqaError
 from .builtin import PREFIX
 
@@ -40,7 +40,7 @@ def check_pairs(recipe: Recipe, source: str, config: Mapping[str, Any], network:
     check_read(config, source)
     for name, section, data in _sections(recipe):
         options = section_options(section)
-        local = tuple(x for x in data if exists(Path(x.partition("::")[0]).expanduser()))
+        local = tuple(x for x in data if exists(parted(x)[0]))
         spans = stock_type(config) in SPAN_CORRUPTED
         if spans and not (local and options.open(local, audio=False).fits()):
             continue

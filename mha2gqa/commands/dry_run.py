@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from ..calibration.sampling import CALIBRATION, DATA, check_decoder
@@ -14,7 +13,7 @@ from ..config.option import declared
 from ..config.pair_options import GENERATE, PairConfig
 from ..data import PairOptions, read_documents
 from ..data.seq2seq import is_audio
-from ..data.sniffing import exists
+from ..data.sniffing import exists, parted
 from ..errors import UsageError
 from ..evaluation import gates
 from ..evaluation.generation_metrics import named_metrics
@@ -167,7 +166,7 @@ def _are_pairs(name: str, recipe: Recipe, config: Mapping[str, Any]) -> bool:
     sections = (recipe.evaluate, recipe.convert, recipe.uptrain)
     keys = {key: value for section in sections if section is not None for key, value in section.items()}
     known = {key: value for key, value in keys.items() if key in declared(PairConfig)}
-    return exists(Path(name)) and PairOptions.of(PairConfig(**known)).open(name, audio=False).fits()
+    return exists(parted(name)[0]) and PairOptions.of(PairConfig(**known)).open(name, audio=False).fits()
 
 
 def rehearse_budget(recipe: Recipe, source: str, alpha: float | None = None) -> Budget | None:
@@ -207,7 +206,7 @@ def check_text(name: str, recipe: Recipe, config: Mapping[str, Any]) -> list[str
         return []
     if name.startswith(PREFIX):
         raise UsageError("no such built-in text", where=name, fix=f"{', '.join(TEXTS)} are there")
-    local = exists(Path(name)) or any(sign in name for sign in "*?[")
+    local = exists(parted(name)[0]) or any(sign in name for sign in "*?[")
     if not local and hub_name(name.split(":", 1)[0]):
         return [f"not checked without a network: {name}"]
     if _are_pairs(name, recipe, config):

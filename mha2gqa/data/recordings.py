@@ -16,7 +16,7 @@ def sniff_recordings(name: str) -> Sniffed | None:
     Raises:
         DataError: As `sniff`.
     """
-    folder = Path(name).expanduser()
+    folder, _ = parted(name)
     if exists(folder) and folder.is_dir() and not any(by_name(p.name)[1] for p in folder.rglob("*")):
         kinds = sorted({p.suffix for p in folder.rglob("*") if p.suffix.lower() in UNREAD_SUFFIXES})
         others = f" ({', '.join(kinds)} are not read)" if kinds else ""
@@ -33,7 +33,7 @@ def _metadata_alone(name: str, found: Sniffed) -> Sniffed:
     """Of a folder of recordings its metadata, where other tables lie beside it."""
     tables = tuple(file for file in found.files if is_metadata(file.path))
     others = [file.path.name for file in found.files if file not in tables]
-    if not tables or not others or Path(name).is_file():
+    if not tables or not others or parted(name)[0].is_file():
         return found
     unread = f"{name}: not read beside its metadata: {listed(others)}; name a file to read it"
     return Sniffed(tables, (unread,))

@@ -55,6 +55,4 @@ def small_batches(asked: ReconstructConfig, made: ReconstructConfig, inputs: Inp
     wanted = asked.for_window(inputs.window).batch_size
     if made.batch_size >= wanted or not {"batch_size", "batch_tokens"} & asked.given:
         return []
-    return [
-        f"--fit: the text has {len(inputs):,} blocks: steps of {made.batch_size} are made, not of {wanted}"
-    ]
+    return [f"--fit: there are {inputs.counted}: steps of {made.batch_size} are made, not of {wanted}"]

@@ -11,9 +11,8 @@ import _ledger
 from _markdown import markdown, measured_on
 from _quality_cells import Cell
 from _quality_frontier import NOT_RUN, RESULTS, Rows, at_any_rate, by_configuration, key_of, spread
+from _quality_summaries import LARGE, SIZES, SMALL
 
-SMALL, LARGE = 2_713_000, 13_565_000  # tokens of uptraining
-SIZES = (8, 4, 2, 1)  # KV heads
 STEPS = {"refit": "no steps", "fits100": "100 steps", "fits300": "300 steps", "fits": "1,000 steps"}
 
 

@@ -21,7 +21,7 @@ from _quality_frontier import (
     on_the_same_seeds,
 )
 
-SMALL, LARGE = 2_713_000, 13_565_000
+SMALL, LARGE = 2_713_000, 13_565_000  # tokens of uptraining
 SIZES = (8, 4, 2, 1)  # KV heads
 
 

@@ -84,6 +84,16 @@ def barrier() -> None:
         torch.distributed.barrier()
 
 
+@contextmanager
+def rank_zero_first() -> Iterator[None]:
+    """The block on rank 0, and once that is done on the others: they read what it has kept in a file."""
+    if not is_rank_zero():
+        barrier()
+    yield
+    if is_rank_zero():
+        barrier()
+
+
 def all_reduce_(tensor: Tensor) -> Tensor:
     """Sum a tensor over the processes, in place.
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..checkpoints.atomic import replacing, touch, writing_to
+from ..checkpoints.atomic import replacing, writing_to
+from ..checkpoints.batch_log import BatchLog, remove_left
 from ..checkpoints.fingerprints import checkpoint_fingerprint
 from ..checkpoints.hub import local_path
 from ..checkpoints.json_files import read_json
@@ -30,7 +33,9 @@ from ..errors import CheckpointError, UsageError
 from ..kv_cache import known_config, kv_bytes, max_batch
 from ..progress import current
 
-MOST_ROWS = 256  # sequences sampled at a time
+logger = logging.getLogger(__name__)
+
+MOST_ROWS, CPU_ROWS = 256, 64  # sequences sampled at a time: a batch, which a kill loses
 RESERVE = 0.3  # of the free memory, for activations and logits
 CALIBRATION, DATA = "--calibration", "--data"  # the options that take `generate`
 
@@ -49,7 +54,8 @@ def generate_text(
 ) -> dict[str, Any]:
     """Sample documents from `model` at temperature 1, without truncation of its distribution.
 
-    A file that the same model, seed and sizes made is used again; its hash is checked.
+    A file that the same model, seed and sizes made is used again; its hash is checked. Until all is sampled, finished
+    batches are in `OUT.batches`, and the same call goes on after the last of them.
 
     Args:
         model: Folder or hub id of a decoder.
@@ -68,7 +74,8 @@ def generate_text(
 
     Raises:
         UsageError: An encoder-decoder, a tokenizer without a start token, model and cache do not fit the device, or
-            `out` is a file that was not sampled, or was changed since; nothing is loaded or written.
+            `out` is a file that was not sampled, or was changed since; nothing is loaded or written. Or another
+            process samples it.
 
     Example:
         >>> generate_text("llama-2-7b", "generated.jsonl", tokens=524_288)["documents"]  # doctest: +SKIP
@@ -78,32 +85,40 @@ def generate_text(
     out, original = Path(out), original or _fingerprint(model)
     wanted = {"model": original, "window": window, "seed": seed}
     record = written_by(original, out)
+    batches = out.with_name(f"{out.name}.batches")
     if record is not None and wanted.items() <= record.items() and record["tokens"] >= tokens:
+        remove_left(batches)
         return record
     _refuse_changed(out, option)
     where = resolve_device(device)
     start, end, most = check_writer(
         model, window=window, device=where, trust_remote_code=trust_remote_code, option=option
     )
-    with writing_to(out):
-        touch(out)  # before hours of work
-    rows, tokenizer = min(most, math.ceil(tokens / window)), load_tokenizer(model, trust_remote_code)
-    running = load_model(model, device=where, trust_remote_code=trust_remote_code)
-    documents, count = [], 0
-    with seeded(seed, where):
+    with BatchLog(batches, wanted | {"tokens": tokens}) as log:
+        count = sum(batch["tokens"] for batch in log)
+        if count < tokens:
+            rows = len(log[0]["texts"]) if log else math.ceil(tokens / window)
+            if log:
+                logger.info("%s: going on after %d of %d tokens", out, count, tokens)
+                current().stage("generating", tokens, "tokens", start=count)
+            running = load_model(model, device=where, trust_remote_code=trust_remote_code)
+            writer = _Writer(running, load_tokenizer(model, trust_remote_code), start, end, window)
         while count < tokens:
-            for ids in _sample(running, start, end, rows, window):
-                documents.append(tokenizer.decode(ids, skip_special_tokens=True))
-                count += len(ids) + 1
+            log.append(writer.batch(min(rows, most), batch_seed(seed, len(log))))
+            count += log[len(log) - 1]["tokens"]
             current().report("generating", min(count, tokens), tokens, "tokens")
-    data = "".join(json.dumps({"text": text}) + "\n" for text in documents if text).encode()
-    record = wanted | {
-        "tokens": count,
-        "documents": len(documents),
-        "sha256": hashlib.sha256(data).hexdigest(),
-    }
-    _keep(out, data, record)
+        documents = sum(len(batch["texts"]) for batch in log)
+        record = _keep(out, _lines(log), wanted | {"tokens": count, "documents": documents})
+        log.remove()
     return record
+
+
+def batch_seed(seed: int, number: int) -> int:
+    """The seed of a batch, the first of which has `seed` itself.
+
+    A batch is the same whether those before it are sampled now or were before.
+    """
+    return int.from_bytes(hashlib.sha256(f"{seed} {number}".encode()).digest()[:7]) if number else seed
 
 
 @contextlib.contextmanager
@@ -120,19 +135,33 @@ def copy_sampled(file: Path, to: Path) -> None:
     if record is not None and not to.exists():
         with writing_to(to):
             to.parent.mkdir(parents=True, exist_ok=True)
-            _keep(to, file.read_bytes(), record)
+        with file.open("rb") as lines:
+            _keep(to, lines, record)
 
 
-def _keep(out: Path, data: bytes, record: Mapping[str, Any]) -> None:
-    """Write text and record; text that lies there without its record was never made here, whenever this is killed."""
-    with writing_to(out):
+def _lines(log: BatchLog) -> Iterator[bytes]:
+    """The documents as they are published; one without a word has no line."""
+    for batch in log:
+        yield from (json.dumps({"text": text}).encode() + b"\n" for text in batch["texts"] if text)
+
+
+def _keep(out: Path, lines: Iterable[bytes], about: Mapping[str, Any]) -> dict[str, Any]:
+    """Write text and record; text that lies there without its record was never made here, whenever this is killed.
+
+    Returns:
+        The record: `about` and the `sha256` of the text.
+    """
+    digest = hashlib.sha256()
+    with writing_to(out), replacing(out) as partial:
+        with partial.open("wb") as file:
+            for line in lines:
+                digest.update(line)
+                file.write(line)
+        record = dict(about) | {"sha256": digest.hexdigest()}
         out.unlink(missing_ok=True)
-        for path, content in (
-            (_record_file(out), (json.dumps(record, indent=1) + "\n").encode()),
-            (out, data),
-        ):
-            with replacing(path) as partial:
-                partial.write_bytes(content)
+        with replacing(_record_file(out)) as beside:
+            beside.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    return record
 
 
 def _refuse_changed(out: Path, option: str) -> None:
@@ -214,7 +243,8 @@ def _record_of(file: Path) -> dict[str, Any] | None:
         record = read_json(_record_file(file))
     except CheckpointError:
         return None
-    return record if hashlib.sha256(file.read_bytes()).hexdigest() == record.get("sha256") else None
+    with file.open("rb") as data:
+        return record if hashlib.file_digest(data, "sha256").hexdigest() == record.get("sha256") else None
 
 
 def _record_file(out: Path) -> Path:
@@ -234,8 +264,9 @@ def _rows(model: str | Path, config: dict[str, Any], window: int, device: torch.
         UsageError: Not even one.
     """
     free, weights = free_memory(device), weight_bytes(Path(model)) or 0
+    most = CPU_ROWS if device.type == "cpu" else MOST_ROWS
     if free is None:
-        return MOST_ROWS
+        return most
     rows = max_batch(config, memory_bytes=free, context=window, weight_bytes=weights, reserve=RESERVE)
     if rows < 1:
         needed = weights + kv_bytes(config, context=window)
@@ -244,7 +275,25 @@ def _rows(model: str | Path, config: dict[str, Any], window: int, device: torch.
             where=f"{option} generate",
             fix=f"give {option} FILE with text that any engine sampled from the model",
         )
-    return min(rows, MOST_ROWS)
+    return min(rows, most)
+
+
+@dataclass(frozen=True)
+class _Writer:
+    """A model that samples, with what a text starts and ends with, and how long it is at most."""
+
+    model: Any
+    tokenizer: Any
+    start: int
+    end: int | None
+    window: int
+
+    def batch(self, rows: int, seed: int) -> dict[str, Any]:
+        """`tokens` and `texts` of `rows` documents."""
+        with seeded(seed, self.model.device):
+            made = list(_sample(self.model, self.start, self.end, rows, self.window))
+        texts = [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in made]
+        return {"tokens": sum(len(ids) + 1 for ids in made), "texts": texts}
 
 
 def _sample(model: Any, start: int, end: int | None, rows: int, window: int) -> Iterator[list[int]]:

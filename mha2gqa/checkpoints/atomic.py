@@ -111,6 +111,20 @@ def sync_folder(path: Path) -> None:
         sync_file(path, os.O_RDONLY)
 
 
+def take_lock(file: IO[Any], *, wait: bool = False) -> bool:
+    """Lock an open file until it is closed; False if another process has it (and `wait` is not set).
+
+    Where the file system has no locks, everybody gets it.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        return True
+    return True
+
+
 class FileLock:
     """A lock on a file, held until `release` or the end of the process.
 
@@ -132,14 +146,9 @@ class FileLock:
     def acquire(self, *, wait: bool = False) -> bool:
         """Take the lock; False if another process has it (and `wait` is not set)."""
         file = self.path.open("a+", encoding="utf-8")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not take_lock(file, wait=wait):
             file.close()
             return False
-        except OSError:  # a file system without locks
-            file.close()
-            return True
         file.truncate(0)
         file.write(str(os.getpid()))
         file.flush()

@@ -12,6 +12,7 @@ from .. import distributed
 from ..arch_conversion import as_architecture, written
 from ..architectures import check_read
 from ..architectures.wide import stored_heads
+from ..checkpoints.batch_log import remove_left
 from ..checkpoints.fingerprints import checkpoint_fingerprint, weights_fingerprint
 from ..checkpoints.loading import resolve_device
 from ..checkpoints.output import check_output, check_space
@@ -33,6 +34,7 @@ from .in_memory import convert_state_dict
 from .plan import Groupings, Plan, plan_conversion
 from .publishing import WRITING, Job, convert_result, publish_converted
 from .result_tensors import result_tensors
+from .sampled_text import targets_file
 from .search import with_groupings
 from .through_model import check_walk
 from .untie import untied
@@ -94,6 +96,7 @@ def convert(
         try:
             if distributed.is_rank_zero():
                 result = publish_converted(job, checkpoint, calibrated)
+                remove_left(targets_file(job.out))
             else:
                 result = convert_result(job, calibrated)
             distributed.barrier()

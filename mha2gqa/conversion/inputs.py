@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from ..calibration import Batch
+from ..checkpoints.batch_log import BatchLog
+from ..checkpoints.fingerprints import checkpoint_fingerprint
 from ..checkpoints.hf_config import is_encoder_decoder, known_config, vocabulary_size
 from ..checkpoints.in_memory_model import position_table
 from ..checkpoints.loading import load_model
@@ -29,10 +31,11 @@ from ..data import (
     span_corruption,
     within,
 )
-from ..data.generation import with_targets
+from ..data.generation import kept_targets, targets_work
 from ..data.seq2seq import IGNORE_INDEX, Example, PairEncoder, encoder_positions, is_audio, open_encoder
 from ..data.spans import sentinel_ids
 from ..data.windows import calibration_window
+from ..distributed import is_rank_zero
 from ..errors import DataError, UsageError, quoted
 from ..evaluation import block_loss
 from ..progress import current
@@ -171,6 +174,7 @@ def calibration_inputs(
     config: Mapping[str, Any],
     options: CalibrationOptions,
     source: str | Path | None = None,
+    kept: Path | None = None,
 ) -> Inputs:
     """The calibration data as a model of this config reads it.
 
@@ -180,6 +184,7 @@ def calibration_inputs(
         options: Text or pairs, tokens, window.
         source: The model's folder or Hub id: a speech model needs its feature extractor, and one that writes its own
             targets is run.
+        kept: File of the targets that it writes, to go on with; None keeps none.
 
     Returns:
         At least one row; shorter than the window where there is less text.
@@ -191,7 +196,7 @@ def calibration_inputs(
     if is_encoder_decoder(config):
         pairs = options.pairs.open(options.texts, is_audio(config))
         if pairs.audio or not sentinel_ids(tokenizer) or pairs.fits():
-            return _pair_inputs(tokenizer, config, options, pairs, source)
+            return _pair_inputs(tokenizer, config, options, pairs, source, kept)
     texts = TextSource(options.texts, options.text_column)
     embeddings = getattr(known_config(config), "vocab_size", None)
     where = tokenizer.name_or_path or "tokenizer"
@@ -223,6 +228,7 @@ def _pair_inputs(
     options: CalibrationOptions,
     pairs: PairSource,
     source: str | Path | None,
+    kept: Path | None,
 ) -> Inputs:
     """Pairs up to so many target tokens, and no more than `MOST_RECORDINGS`, in one padded batch."""
     options.pairs.check_used()
@@ -231,7 +237,7 @@ def _pair_inputs(
     encoder.check(islice(pairs, CHECKED_PAIRS))
     given: Iterable[Pair] = pairs
     if options.pairs.targets == "generate":
-        given = _written(path, encoder, pairs, options)
+        given = _written(path, encoder, pairs, options, kept)
     examples: list[Example] = []
     count = 0
     most = MOST_RECORDINGS if pairs.audio else None
@@ -263,12 +269,21 @@ def _said(empty: int) -> list[str]:
 
 
 def _written(
-    path: str | Path, encoder: PairEncoder, pairs: Iterable[Pair], options: CalibrationOptions
+    path: str | Path,
+    encoder: PairEncoder,
+    pairs: Iterable[Pair],
+    options: CalibrationOptions,
+    kept: Path | None,
 ) -> Iterator[Pair]:
     """The pairs with targets that the original writes, as many as are drawn."""
     current().stage("writing targets")
-    model = load_model(path, device=options.device, trust_remote_code=options.trust_remote_code)
-    return with_targets(model, encoder, pairs)
+    load = partial(load_model, path, device=options.device, trust_remote_code=options.trust_remote_code)
+    if kept is None:
+        yield from kept_targets(load, encoder, pairs, None)
+        return
+    work = targets_work(encoder, checkpoint_fingerprint(Path(path)))
+    with BatchLog(kept, work, wait=not is_rank_zero()) as log:
+        yield from kept_targets(load, encoder, pairs, log)
 
 
 def calibration_blocks(

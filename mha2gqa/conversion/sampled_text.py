@@ -1,4 +1,4 @@
-"""`calibration="generate"`: text that the original samples itself, kept beside the result."""
+"""`calibration="generate"`: text that the original samples itself, kept beside the result; and where its targets are."""
 
 from __future__ import annotations
 
@@ -21,6 +21,11 @@ DOCUMENT_TOKENS = 2048  # a document ends there, if not before
 def generated_file(out: Path) -> Path:
     """The file of what the original of OUT wrote."""
     return out.with_name(f"{out.name}.{GENERATE}d.jsonl")
+
+
+def targets_file(out: Path) -> Path:
+    """The file of the targets that the original wrote for OUT, until that is published."""
+    return out.with_name(f"{out.name}.targets.batches")
 
 
 def with_generated(

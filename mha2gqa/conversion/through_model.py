@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -46,7 +47,7 @@ from .plan import ModulePlan, Plan
 from .rest_of_layers import RestOfLayers
 from .result_tensors import end_to_end_bytes, end_to_end_refusal
 from .rewrite import ModuleConverter, module_converters
-from .sampled_text import with_generated
+from .sampled_text import targets_file, with_generated
 from .storing import as_stored
 from .walked import walked
 from .work_dir import WorkDir
@@ -175,7 +176,9 @@ def with_model(
     statistics = saved_statistics(plan, checkpoint.read, options)
     options = with_generated(checkpoint, options, out)
     tokenizer = load_tokenizer(checkpoint.path, trust_remote_code=options.trust_remote_code)
-    inputs = calibration_inputs(tokenizer, checkpoint.config, options, checkpoint.path)
+    kept = None if out is None else targets_file(out)
+    with distributed.rank_zero_first() if options.pairs.targets == GENERATE else nullcontext():
+        inputs = calibration_inputs(tokenizer, checkpoint.config, options, checkpoint.path, kept)
     job = _Job(checkpoint, plan, inputs, options, fit, out, force, statistics)
     layers = _resident(checkpoint, options) if _distils(fit) else _streamed(checkpoint, options)
     try:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..checkpoints.batch_log import BatchLog
 from ..checkpoints.loading import quiet
 from ..errors import DataError, reason
 from ..progress import current
+from .audio import Audio
 from .pairs import Pair
 from .seq2seq import Example, PairEncoder
 
@@ -173,11 +177,51 @@ def with_targets(
         pairs: Sources; targets they have are replaced.
         batch_size: As in `generate_ids`.
     """
-    waiting, done = iter(pairs), 0
+    return kept_targets(lambda: model, encoder, pairs, None, batch_size=batch_size)
+
+
+def targets_work(encoder: PairEncoder, model: str) -> dict[str, Any]:
+    """What decides the targets of a source, for the file that they are kept in.
+
+    Args:
+        encoder: Of the model's pairs.
+        model: Its fingerprint.
+    """
+    generation = {k: v for k, v in encoder.generation.items() if k != "transformers_version"}
+    return {
+        "model": model,
+        "pairs": asdict(encoder.options),
+        "prompt": list(encoder.prompt),
+        "generation": _digest(json.dumps(generation, sort_keys=True, default=str)),
+    }
+
+
+def kept_targets(
+    load: Callable[[], PreTrainedModel],
+    encoder: PairEncoder,
+    pairs: Iterable[Pair],
+    log: BatchLog | None,
+    *,
+    batch_size: int = BATCH,
+) -> Iterator[Pair]:
+    """`with_targets`, but what was written for the same batch of sources before is taken from a file.
+
+    Args:
+        load: Gives the original, in eval mode; called when the first target is to be written.
+        encoder, pairs, batch_size: As in `with_targets`.
+        log: A file for `targets_work`; None keeps nothing.
+    """
+    waiting, done, model = iter(pairs), 0, None
+    known = {written["sources"]: number for number, written in enumerate(log or ())}
     while batch := list(islice(waiting, batch_size)):
-        with encoder.uncounted():
-            examples = [encoder.encode(replace(pair, target="", target_ids=None)) for pair in batch]
-        written = list(generate_ids(model, encoder, examples, batch_size=batch_size))
+        sources = "" if log is None else _digest(*map(_source, batch))
+        if log is not None and sources in known:
+            written = log[known[sources]]["ids"]
+        else:
+            model = model or load()
+            written = _written(model, encoder, batch)
+            if log is not None:
+                log.append({"sources": sources, "ids": written})
         current().advance(done := done + len(batch))
         for pair, ids in zip(batch, written, strict=True):
             text = decode(encoder, ids)
@@ -185,6 +229,22 @@ def with_targets(
                 yield replace(pair, target=text, target_ids=tuple(ids))
             else:
                 encoder.unanswered += 1
+
+
+def _written(model: PreTrainedModel, encoder: PairEncoder, batch: Sequence[Pair]) -> list[list[int]]:
+    """What the model writes for sources, which have been looked at and will be encoded again."""
+    with encoder.uncounted():
+        examples = [encoder.encode(replace(pair, target="", target_ids=None)) for pair in batch]
+    return list(generate_ids(model, encoder, examples, batch_size=len(batch)))
+
+
+def _source(pair: Pair) -> str:
+    """What tells the source of a pair from others."""
+    return f"{pair.source.digest()} {pair.source.rate}" if isinstance(pair.source, Audio) else pair.source
+
+
+def _digest(*texts: str) -> str:
+    return hashlib.sha256(json.dumps(texts).encode()).hexdigest()
 
 
 def decode(encoder: PairEncoder, ids: Sequence[int]) -> str:

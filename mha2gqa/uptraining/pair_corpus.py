@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,12 @@ from typing import Any
 import numpy as np
 
 from ..checkpoints.atomic import write_json
+from ..checkpoints.batch_log import BatchLog
 from ..checkpoints.loading import load_model
+from ..conversion.sampled_text import targets_file
 from ..data import Pair, PairSource, held_out
 from ..data.audio import Audio
-from ..data.generation import with_targets
+from ..data.generation import kept_targets, targets_work
 from ..data.seq2seq import Example, PairEncoder, encoder_positions
 from ..distributed import is_rank_zero
 from ..errors import DataError, UsageError
@@ -114,7 +117,7 @@ def _held_bytes(pair: Pair) -> int:
 
 
 class TargetWriter:
-    """The original, which writes targets; loaded when the first are asked for.
+    """The original, which writes targets: loaded when the first are to be written; those kept beside OUT are read.
 
     Args:
         run: Whose teacher it is.
@@ -125,18 +128,24 @@ class TargetWriter:
         self.run, self.args = run, args
         self._model: Any = None
 
-    def __call__(self, encoder: PairEncoder, pairs: Iterable[Pair]) -> Iterator[Pair]:
+    def __call__(self, encoder: PairEncoder, pairs: Iterable[Pair]) -> Generator[Pair, None, None]:
         """The pairs with targets that the original writes, where the run asks for that."""
         config, teacher = self.run.config, self.run.teacher
         if config.targets != "generate":
             yield from pairs
             return
         assert teacher is not None
+        with BatchLog(targets_file(Path(config.out)), targets_work(encoder, teacher.fingerprint)) as log:
+            yield from kept_targets(self._load, encoder, pairs, log)
+
+    def _load(self) -> Any:
+        """The original."""
         if self._model is None:
+            assert self.run.teacher is not None
             current().stage("writing targets")
-            consent = config.trust_remote_code
-            self._model = load_model(teacher.name, device=self.args.device, trust_remote_code=consent)
-        yield from with_targets(self._model, encoder, pairs)
+            name, consent = self.run.teacher.name, self.run.config.trust_remote_code
+            self._model = load_model(name, device=self.args.device, trust_remote_code=consent)
+        return self._model
 
 
 def load_pair_corpus(run: PreparedRun, args: Any, tokenizer: Any, folder: Path) -> tuple[PreparedRun, Corpus]:
@@ -169,8 +178,11 @@ def load_pair_corpus(run: PreparedRun, args: Any, tokenizer: Any, folder: Path) 
     sources: list[Pairs] = []
     for number, (data, share) in enumerate(zip(groups, shares, strict=True)):
         path, most = folder / f"train-{number}", int(np.ceil(wanted * share))
-        if not is_written(path) and not write_pairs(path, encoder, writer(encoder, pairs.train(data)), most):
-            raise DataError("the model writes nothing for any of it", where=", ".join(data))
+        if not is_written(path):
+            with closing(writer(encoder, pairs.train(data))) as given:
+                found = write_pairs(path, encoder, given, most)
+            if not found:
+                raise DataError("the model writes nothing for any of it", where=", ".join(data))
         sources.append(StoredPairs(path, encoder))
         have = int(sources[-1].targets.sum())
         if have < wanted * share:
@@ -218,8 +230,11 @@ def _held_out(
     if none.exists():
         return None
     if not is_written(path):
-        with blaming_eval_data(config.eval_data is not None):
-            count = write_pairs(path, encoder, writer(encoder, pairs.held_out()), config.eval_tokens)
+        with (
+            blaming_eval_data(config.eval_data is not None),
+            closing(writer(encoder, pairs.held_out())) as given,
+        ):
+            count = write_pairs(path, encoder, given, config.eval_tokens)
         if not count:
             if config.holdout > 0:
                 warnings.append("no held-out evaluation during training: no pair is held out; give eval_data")

@@ -14,12 +14,14 @@ from typing import Any, Unpack
 import torch
 from transformers import TrainerCallback
 
+from ..checkpoints.batch_log import remove_left
 from ..checkpoints.hf_config import is_encoder_decoder, stored_dtype, text_config, vocabulary_size
 from ..checkpoints.in_memory_model import digest, position_table, require_language_model
 from ..checkpoints.loading import load_model, load_tokenizer, resolve_device
 from ..config import TrainerOptions, UptrainConfig
 from ..config.keywords import TrainModelKeywords, UptrainKeywords
 from ..config.signature import takes_options
+from ..conversion.sampled_text import targets_file
 from ..data import require_blocks
 from ..data.memory import names_or_items
 from ..data.seq2seq import Example, PairEncoder
@@ -231,6 +233,7 @@ def run_uptrain(config: UptrainConfig, callbacks: Sequence[TrainerCallback] = ()
     with lost, closing(RunDirectory(Path(config.out))) as run_dir:
         run = prepare(config)
         if run.finished is not None:
+            remove_left(targets_file(run_dir.out))
             run_dir.remove()
             return run.finished
         if config.generates:
@@ -365,6 +368,7 @@ def _publish(run: PreparedRun, trained: TrainingRun, result: UptrainResult, run_
             adapter=trained.adapter,
             work=None if config.keep_checkpoints or logs else run_dir.root,
         )
+    remove_left(targets_file(run_dir.out))
     if not config.keep_checkpoints:
         run_dir.keep_logs()
         run_dir.remove()

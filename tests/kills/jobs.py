@@ -76,6 +76,7 @@ def jobs(inputs: Path) -> list[Job]:
         Job("convert --force", (*convert, "--force"), prepare=older),
         Job("convert --calibration", calibrated),
         Job("convert resumed", calibrated, prepare=halfway),
+        Job("convert generate", (*convert, "--calibration", "generate", *CALIBRATE)),
         Job(
             "uptrain",
             ("uptrain", str(inputs / "gqa"), "{}/out", "--data", text, *TRAIN, "--set", "save_steps=3"),

@@ -44,7 +44,7 @@ SIGNALS = ("SIGTERM", "SIGHUP", "SIGINT")
 # Points of each job in the short form: kills, full disks, signals.
 SHORT = {
     "convert": (24, 8, 6), "convert --force": (16, 4, 3), "convert --calibration": (8, 3, 3),
-    "convert resumed": (4, 0, 0), "uptrain": (8, 3, 3), "run": (4, 1, 1),
+    "convert resumed": (4, 0, 0), "convert generate": (3, 0, 0), "uptrain": (8, 3, 3), "run": (4, 1, 1),
 }  # fmt: skip
 MEMORY = "/dev/shm"  # where it is there: what is on the disk, and when, is not what is tried here
 LIMIT = 300  # seconds a command may take

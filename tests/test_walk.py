@@ -427,8 +427,10 @@ def test_what_failed_before_its_first_layer_leaves_nothing_and_another_run_is_le
 
 def test_a_step_that_is_too_small_for_the_processes_is_told_with_its_reason() -> None:
     check_shared(8, 8)
+    check_shared(None, 8)
+    with pytest.raises(UsageError, match="fits cannot be shared by 3 processes; start 1, 2, 4 or 8"):
+        check_shared(None, 3)
     for blocks, processes, of, fix in (
-        (32, 3, 0, "start 1, 2, 4 or 8 processes"),
         (6, 4, 0, "give a --fit batch_size"),
         (1, 2, 15, "give more text: a step takes an eighth of its 15 blocks"),
     ):

@@ -128,10 +128,9 @@ def check_walk(checkpoint: Checkpoint, plan: Plan, options: CalibrationOptions) 
 
 def _check_processes(config: Mapping[str, Any], options: CalibrationOptions, fit: ReconstructConfig) -> None:
     """Refuse as many processes as cannot share a step; of an encoder-decoder its pairs decide how many blocks that has."""
-    processes = distributed.world_size()
     window = calibration_window(config, options.tokens, options.window)
     known = fit.batch_size or not is_encoder_decoder(config)
-    check_shared(fit.for_window(window).batch_size if known else processes, processes)
+    check_shared(fit.for_window(window).batch_size if known else None, distributed.world_size())
 
 
 def check_calibrated(plan: Plan, where: object) -> None:

@@ -17,24 +17,29 @@ T = TypeVar("T")
 COUNTS = (1, 2, 4, 8)  # of processes that can share the fits
 
 
-def check_shared(blocks: int, processes: int, of: int = 0) -> None:
+def check_shared(blocks: int | None, processes: int, of: int = 0) -> None:
     """Refuse steps that the processes cannot share out evenly.
 
     Args:
-        blocks: Of a step.
+        blocks: Of a step; None where they are not known yet.
         processes: How many there are.
         of: Blocks of the text, where these limit those of a step; 0 where they do not.
 
     Raises:
         UsageError: With what to do.
     """
-    if processes in COUNTS and blocks % processes == 0:
+    where = "--nproc_per_node"
+    if processes not in COUNTS:
+        raise UsageError(
+            f"fits cannot be shared by {processes} processes", where=where, fix="start 1, 2, 4 or 8"
+        )
+    if blocks is None or blocks % processes == 0:
         return
-    fix = "start 1, 2, 4 or 8 processes, and give a --fit batch_size that they divide"
-    if of and processes in COUNTS:
-        fix = f"start fewer, or give more text: a step takes an eighth of its {of} blocks at most"
+    fix = f"start fewer, or give more text: a step takes an eighth of its {of} blocks at most"
+    if not of:
+        fix = "start fewer, or give a --fit batch_size that they divide"
     raise UsageError(
-        f"{blocks} blocks a step cannot be shared by {processes} processes", where="--nproc_per_node", fix=fix
+        f"{blocks} blocks a step cannot be shared by {processes} processes", where=where, fix=fix
     )
 
 

@@ -17,7 +17,7 @@ from mha2gqa.assets import tiny_model_path
 from mha2gqa.calibration import sampling
 from mha2gqa.calibration.sampling import generate_text
 from mha2gqa.checkpoints.batch_log import MARK, BatchLog, remove_left
-from mha2gqa.conversion import inputs, through_model
+from mha2gqa.conversion import checkpoint, inputs, through_model
 from mha2gqa.data import Pair, PairOptions
 from mha2gqa.data import generation as writing
 from mha2gqa.data.generation import kept_targets, targets_work, with_targets
@@ -244,6 +244,19 @@ def test_a_conversion_that_goes_on_has_its_targets(
     name = "model.safetensors"
     assert (out / name).read_bytes() == (tmp_path / "right" / name).read_bytes()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "right"]
+
+
+def test_targets_of_a_conversion_killed_when_it_was_published_go(
+    marian: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = CONVERTED | {"calibration": str(marian.parent / "text.jsonl")}
+    with monkeypatch.context() as broken, pytest.raises(KeyboardInterrupt):
+        broken.setattr(checkpoint, "remove_left", stopping(remove_left, 0))
+        convert(marian, tmp_path / "out", 2, **words)
+    assert (tmp_path / "out.targets.batches").exists() and (tmp_path / "out").exists()
+    with pytest.raises(UsageError, match="is not empty"):
+        convert(marian, tmp_path / "out", 2, **words)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_an_uptraining_that_goes_on_has_its_targets(

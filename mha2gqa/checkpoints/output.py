@@ -15,12 +15,14 @@ from pathlib import Path
 
 from ..errors import CheckpointError, UsageError, quoted
 from .atomic import FileLock, sync_folder, write_json
+from .batch_log import remove_left
 from .manifest import MANIFEST
 
 logger = logging.getLogger(__name__)
 
 PARTIAL, REPLACED = ".partial-", ".replaced-"  # and the id of the process
 WORK = (".convert", ".uptrain")  # ends of the names of folders that unfinished runs go on with
+TARGETS = ".targets.batches"  # end of the name of the file of targets that a model wrote for OUT
 PUBLISHED = "published"  # file in such a folder: which folder its result is
 _SUFFIX = len(PARTIAL) + 24  # bytes that a name needs beyond OUT's own while it is being made
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of renameat2(2)
@@ -159,7 +161,7 @@ def remove_leftovers(out: Path) -> list[str]:
 
 
 def remove_finished_work(out: Path) -> None:
-    """Remove the folder of a run whose result was published just before it was killed, and say so."""
+    """Remove what a run goes on with whose result was published just before it was killed, and say so."""
     for kind in WORK:
         work = out.with_name(out.name + kind)
         try:
@@ -168,6 +170,7 @@ def remove_finished_work(out: Path) -> None:
         except (OSError, ValueError, RecursionError):
             continue
         if finished:
+            remove_left(out.with_name(out.name + TARGETS))
             shutil.rmtree(work, ignore_errors=True)
             logger.warning("removed %s: its result is %s", work.name, out)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from .. import distributed
 from ..calibration.sampling import generate_text
 from ..checkpoints.hf_config import longest_context
+from ..checkpoints.output import TARGETS
 from ..checkpoints.reader import Checkpoint
 from ..config.pair_options import GENERATE
 from ..progress import current
@@ -25,7 +26,7 @@ def generated_file(out: Path) -> Path:
 
 def targets_file(out: Path) -> Path:
     """The file of the targets that the original wrote for OUT, until that is published."""
-    return out.with_name(f"{out.name}.targets.batches")
+    return out.with_name(out.name + TARGETS)
 
 
 def with_generated(

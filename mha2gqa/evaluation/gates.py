@@ -22,7 +22,7 @@ class _Gate:
         measure: Value of a model, given its row and the reference's; None where it was not measured.
         at_least: Whether the value must not be below the limit (else not above).
         valid: Which limits make sense, and `range` says so.
-        needs: What measures the value.
+        needs: What measures the value, where not every evaluation does.
     """
 
     option: str
@@ -30,7 +30,7 @@ class _Gate:
     valid: Callable[[float], bool]
     range: str
     at_least: bool = False
-    needs: str | None = None
+    needs: str = ""
 
 
 def _generated(name: str, sign: int) -> Callable[[Row, Row], float | None]:

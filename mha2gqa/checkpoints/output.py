@@ -22,7 +22,6 @@ logger = logging.getLogger(__name__)
 
 PARTIAL, REPLACED = ".partial-", ".replaced-"  # and the id of the process
 WORK = (".convert", ".uptrain")  # ends of the names of folders that unfinished runs go on with
-TARGETS = ".targets.batches"  # end of the name of the file of targets that a model wrote for OUT
 PUBLISHED = "published"  # file in such a folder: which folder its result is
 _SUFFIX = len(PARTIAL) + 24  # bytes that a name needs beyond OUT's own while it is being made
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of renameat2(2)
@@ -160,6 +159,11 @@ def remove_leftovers(out: Path) -> list[str]:
     return gone
 
 
+def targets_file(out: Path) -> Path:
+    """The file of the targets that the original wrote for OUT, until that is published."""
+    return out.with_name(f"{out.name}.targets.batches")
+
+
 def remove_finished_work(out: Path) -> None:
     """Remove what a run goes on with whose result was published just before it was killed, and say so."""
     for kind in WORK:
@@ -170,7 +174,7 @@ def remove_finished_work(out: Path) -> None:
         except (OSError, ValueError, RecursionError):
             continue
         if finished:
-            remove_left(out.with_name(out.name + TARGETS))
+            remove_left(targets_file(out))
             shutil.rmtree(work, ignore_errors=True)
             logger.warning("removed %s: its result is %s", work.name, out)
 

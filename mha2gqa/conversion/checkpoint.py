@@ -15,7 +15,7 @@ from ..architectures.wide import stored_heads
 from ..checkpoints.batch_log import remove_left
 from ..checkpoints.fingerprints import checkpoint_fingerprint, weights_fingerprint
 from ..checkpoints.loading import resolve_device
-from ..checkpoints.output import check_output, check_space
+from ..checkpoints.output import check_output, check_space, targets_file
 from ..checkpoints.reader import Checkpoint, open_checkpoint
 from ..checkpoints.side_files import find_side_files
 from ..config import ConvertConfig
@@ -34,7 +34,6 @@ from .in_memory import convert_state_dict
 from .plan import Groupings, Plan, plan_conversion
 from .publishing import WRITING, Job, convert_result, publish_converted
 from .result_tensors import result_tensors
-from .sampled_text import targets_file
 from .search import with_groupings
 from .through_model import check_walk
 from .untie import untied

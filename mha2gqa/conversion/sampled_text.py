@@ -1,4 +1,4 @@
-"""`calibration="generate"`: text that the original samples itself, kept beside the result; and where its targets are."""
+"""`calibration="generate"`: text that the original samples itself, kept beside the result."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 from .. import distributed
 from ..calibration.sampling import generate_text
 from ..checkpoints.hf_config import longest_context
-from ..checkpoints.output import TARGETS
 from ..checkpoints.reader import Checkpoint
 from ..config.pair_options import GENERATE
 from ..progress import current
@@ -22,11 +21,6 @@ DOCUMENT_TOKENS = 2048  # a document ends there, if not before
 def generated_file(out: Path) -> Path:
     """The file of what the original of OUT wrote."""
     return out.with_name(f"{out.name}.{GENERATE}d.jsonl")
-
-
-def targets_file(out: Path) -> Path:
-    """The file of the targets that the original wrote for OUT, until that is published."""
-    return out.with_name(out.name + TARGETS)
 
 
 def with_generated(

@@ -27,6 +27,7 @@ from ..checkpoints.dtypes import torch_dtype
 from ..checkpoints.fingerprints import checkpoint_fingerprint
 from ..checkpoints.hf_config import is_encoder_decoder, stored_dtype
 from ..checkpoints.loading import free_memory, load_model, load_tokenizer, resolve_device
+from ..checkpoints.output import targets_file
 from ..checkpoints.reader import Checkpoint
 from ..checkpoints.streaming import CheckpointLayers, Layers, ResidentLayers
 from ..checkpoints.writer import NewTensor
@@ -47,7 +48,7 @@ from .plan import ModulePlan, Plan
 from .rest_of_layers import RestOfLayers
 from .result_tensors import end_to_end_bytes, end_to_end_refusal
 from .rewrite import ModuleConverter, module_converters
-from .sampled_text import targets_file, with_generated
+from .sampled_text import with_generated
 from .storing import as_stored
 from .walked import walked
 from .work_dir import WorkDir

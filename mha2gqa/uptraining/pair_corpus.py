@@ -14,7 +14,7 @@ import numpy as np
 from ..checkpoints.atomic import write_json
 from ..checkpoints.batch_log import BatchLog
 from ..checkpoints.loading import load_model
-from ..conversion.sampled_text import targets_file
+from ..checkpoints.output import targets_file
 from ..data import Pair, PairSource, held_out
 from ..data.audio import Audio
 from ..data.generation import kept_targets, targets_work

@@ -18,10 +18,10 @@ from ..checkpoints.batch_log import remove_left
 from ..checkpoints.hf_config import is_encoder_decoder, stored_dtype, text_config, vocabulary_size
 from ..checkpoints.in_memory_model import digest, position_table, require_language_model
 from ..checkpoints.loading import load_model, load_tokenizer, resolve_device
+from ..checkpoints.output import targets_file
 from ..config import TrainerOptions, UptrainConfig
 from ..config.keywords import TrainModelKeywords, UptrainKeywords
 from ..config.signature import takes_options
-from ..conversion.sampled_text import targets_file
 from ..data import require_blocks
 from ..data.memory import names_or_items
 from ..data.seq2seq import Example, PairEncoder

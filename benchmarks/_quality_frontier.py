@@ -9,8 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import _ledger
-from _markdown import markdown, measured_on
+from _markdown import markdown
 from _quality_cells import OVER, PLAIN_FITS, Cell
 
 RESULTS = Path(__file__).parent / "results"
@@ -34,7 +33,7 @@ def by_configuration(entries: Iterable[Mapping[str, Any]]) -> dict[str, list[Map
     found: dict[str, list[Mapping[str, Any]]] = {}
     for entry in table:
         found.setdefault(key_at(SEED.sub("", entry["key"]), entry.get("at_rate", "")), []).append(entry)
-    (original,) = (row for row in table if _is_original(row))
+    (original,) = (row for row in table if is_original(row))
     return {key: [r | {"gap": r["loss"] - original["loss"]} for r in rows] for key, rows in found.items()}
 
 
@@ -212,7 +211,7 @@ def _text_beside_teacher(rows: Rows, entries: Sequence[Mapping[str, Any]]) -> li
     )
     controls = [row for row in entries if row["start"] == "original" and row.get("objective") == "ce"]
     for row in controls:
-        gap = row["loss"] - next(r["loss"] for r in entries if _is_original(r))
+        gap = row["loss"] - next(r["loss"] for r in entries if is_original(r))
         text += f". The control on {row['tokens'] / 1e6:.3g}M tokens: {gap:+.4f}"
     return [text]
 
@@ -261,48 +260,6 @@ def _as_many_flops(rows: Rows, groups: int, r: int) -> list[str]:
     return sentences
 
 
-def sizes(record: Mapping[str, Any]) -> str:
-    """Gaps of originals of several sizes at the same shares of KV heads, each by its own ledger."""
-    head, stages = ["KV heads", "original", "parameters", "loss"], ("fits", "fits/kd-2.71M", "fits/mix-2.71M")
-    head += ["after fits", "distilled on 2.71M tokens", "half distilled, half text, on 2.71M tokens"]
-    lines = []
-    ledgers = [(of, _ledger.record(RESULTS / of["ledger"])) for of in record["ledgers"]]
-    for share in record["shares"]:
-        for of, ledger in ledgers:
-            rows, groups = by_configuration(ledger["entries"]), ledger["num_kv_heads"] // share
-            original = next(e["loss"] for e in ledger["entries"] if _is_original(e))
-            gaps = []
-            for stage in stages:
-                keys, _ = alike(rows, f"joint/G{groups}/{stage}")
-                gaps.append(spread(rows[keys[0]]) if keys else NOT_RUN)
-            lines.append([f"{share}:1", f"`{ledger['model']}`", of["parameters"], f"{original:.4f}", *gaps])
-    return f"Gap to the original. {record['about']}\n\n{markdown(head, lines)}{_over_size(ledgers, record['shares'])}"
-
-
-def _over_size(ledgers: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]], shares: Sequence[int]) -> str:
-    """How far the last original's gaps are below the first's, and where its uptraining ends behind its fits."""
-    rows = [(by_configuration(ledger["entries"]), ledger["num_kv_heads"]) for _, ledger in ledgers]
-    gaps = [[mean_gap(found, f"joint/G{heads // share}/fits") for share in shares] for found, heads in rows]
-    times = [first / last for first, last in zip(gaps[0], gaps[-1], strict=True) if first and last]
-    if len(ledgers) < 2 or not times:
-        return ""
-    found, heads = rows[-1]
-    changed = []
-    for stage, name in (("kd-2.71M", "distillation"), ("mix-2.71M", "half of each")):
-        ends = [mean_gap(found, f"joint/G{heads // share}/fits/{stage}") for share in shares]
-        by = [a - b for a, b in zip(ends, gaps[-1], strict=True) if a is not None and b is not None]
-        changed += [f"{name} by {min(by):+.4f} to {max(by):+.4f}"] if by else []
-    return listed(
-        [
-            f"after fits the gap of `{ledgers[-1][1]['model']}` is {min(times):.1f} to {max(times):.1f} times smaller",
-            *([f"uptraining changes its gap: {', '.join(changed)}"] if changed else []),
-        ]
-    )
-
-
-# --- rows of one configuration ----------------------------------------------------------------------------------------------
-
-
 def mean_gap(rows: Rows, key: str) -> float | None:
     """Over seeds; None where nothing was run."""
     found = [row["gap"] for row in rows.get(key, [])]
@@ -344,7 +301,7 @@ def positions(record: Mapping[str, Any]) -> str:
     """Gap to the original by position in the text, of the rows that the bars and the bytes are about."""
     rows = by_configuration(record["entries"])
     edges = list(next(iter(rows.values()))[0]["loss_by_position"])
-    (original,) = (found[0] for found in rows.values() if _is_original(found[0]))
+    (original,) = (found[0] for found in rows.values() if is_original(found[0]))
     chosen = [
         found for found in rows.values() if found[0].get("fit") == "fits" and not found[0].get("equal_to")
     ]
@@ -366,7 +323,7 @@ def positions(record: Mapping[str, Any]) -> str:
     )
 
 
-def _is_original(row: Mapping[str, Any]) -> bool:
+def is_original(row: Mapping[str, Any]) -> bool:
     return row["start"] == "original" and not row.get("objective") and not row.get("cache")
 
 
@@ -380,41 +337,3 @@ def row_name(cell: Cell) -> str:
         name += f", {OBJECTIVES.get(cell.objective, 'text')} {cell.tokens / 1e6:.3g}M tokens"
         name += f" {OVER[cell.over][1]}" if cell.over else ""
     return f"{name} in steps of {cell.batch:,}" if cell.batch else name
-
-
-def wide_references(record: Mapping[str, Any]) -> str:
-    """Gaps of further references at the same cache bytes: plain heads, wide ones, twice the heads in 8 bits."""
-    by_model: dict[str, dict[tuple[int, int, str], float]] = {}
-    for row in record["rows"]:
-        by_model.setdefault(row["model"], {})[row["groups"], row["wide"], row["cache"]] = row["loss"]
-    head = [
-        "",
-        "original, loss",
-        "cache of",
-        "plain",
-        "wide R=2",
-        "2G heads, 8-bit cache",
-        "taken away by wide",
-    ]
-    lines = []
-    for model, losses in sorted(by_model.items()):
-        original = losses[0, 1, ""]
-        for groups in sorted(g for g, wide, cache in losses if wide > 1):
-            plain, wide = losses[groups, 1, ""] - original, losses[groups, 2, ""] - original
-            rounded = losses.get((2 * groups, 1, "int8"))
-            twice = "" if rounded is None else f"{rounded - original:+.4f}"
-            share = f"{1 - wide / plain:.0%}"
-            lines.append(
-                [
-                    f"`{model}`",
-                    f"{original:.4f}",
-                    f"GQA-{groups}",
-                    f"{plain:+.4f}",
-                    f"{wide:+.4f}",
-                    twice,
-                    share,
-                ]
-            )
-    scored = f"{record['rows'][0]['tokens']:,} tokens, blocks of {record['window']}, one seed."
-    about = f"Gap to the original after the default fits, nats per token; {scored}"
-    return f"{about}\n\nMeasured on: {measured_on(record['provenance'])}.\n\n{markdown(head, lines)}"

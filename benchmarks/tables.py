@@ -18,8 +18,9 @@ from _loss_tables import OBJECTIVES, ce_weight, cost, quality, sweep
 from _markdown import markdown, measured_on
 from _quality_bars import bars
 from _quality_flops import larger_budget, rates_tried, windows
-from _quality_frontier import positions, same_bytes, sizes, wide_references
+from _quality_frontier import positions, same_bytes
 from _quality_probe_tables import probes
+from _quality_sizes import sizes, wide_references
 from _real import decoding, masked_gradients, real, real_bars, recipe
 from _speed_tables import (
     calibrate_speed,

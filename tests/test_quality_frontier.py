@@ -22,6 +22,7 @@ from _ledger import record
 from _quality_cells import REST_TOKENS, Cell, planned
 from _quality_chart import GROUPS, chart
 from _quality_flops import larger_budget
+from _quality_sizes import sizes
 
 PLAN = planned(16, [4, 2, 8, 1], (2_713_000, 13_565_000), [0, 1, 2], wide=[2, 4])
 RATES = {"joint": 5e-4, "mean": 2e-3, "original": 1e-4}
@@ -96,11 +97,11 @@ def test_floors_and_other_ways_to_fit_stand_beside_plain_heads(tmp_path: Path) -
 def test_originals_of_several_sizes_stand_beside_each_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(frontier, "RESULTS", tmp_path)
+    monkeypatch.setattr("_quality_sizes.RESULTS", tmp_path)
     ledger(tmp_path, entry(PLAIN, 3.05), entry(TAUGHT, 3.01))
     of = {"ledger": "ledger.jsonl", "parameters": "30M"}
     record = {"ledgers": [of], "shares": [4, 8], "about": "Two sizes."}
-    text = frontier.sizes(record)
+    text = sizes(record)
     assert "| 4:1 | `m` | 30M | 3.0000 | +0.0500 | +0.0100 | not run |" in text
     assert "| 8:1 | `m` | 30M | 3.0000 | not run | not run | not run |" in text
     large = [
@@ -108,11 +109,11 @@ def test_originals_of_several_sizes_stand_beside_each_other(
         for cell, loss in ((Cell("original", 16), 4.0), (PLAIN, 4.01), (TAUGHT, 4.03))
     ]
     (tmp_path / "large.jsonl").write_text("".join(json.dumps(row) + "\n" for row in large))
-    text = frontier.sizes(record | {"ledgers": [of, {"ledger": "large.jsonl", "parameters": "111M"}]})
+    text = sizes(record | {"ledgers": [of, {"ledger": "large.jsonl", "parameters": "111M"}]})
     assert "| 4:1 | `large` | 111M | 4.0000 | +0.0100 | +0.0300 | not run |" in text
     assert "- After fits the gap of `large` is 5.0 to 5.0 times smaller." in text
     assert "- Uptraining changes its gap: distillation by +0.0200 to +0.0200." in text
-    untuned = frontier.same_bytes(frontier._ledger.record(tmp_path / "large.jsonl"))
+    untuned = frontier.same_bytes(tables._ledger.record(tmp_path / "large.jsonl"))
     assert "No rate was tuned on this model: fits 0.0005, distillation 0.0005." in untuned
 
 

@@ -237,7 +237,7 @@ def test_options_about_text_have_no_effect_on_pairs_and_that_is_said(root: Path)
     assert found.models[0].loss == plain.models[0].loss
     assert set(found.warnings) - set(plain.warnings) == {
         "pairs are read, no text: --window, --stride, --text-column, --bos have no effect",
-        "exact_match counts the texts that are the first model's, and there is no other model",
+        "exact_match compares texts with the first model's, and only one model is given",
     }
 
 

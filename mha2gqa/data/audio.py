@@ -58,7 +58,7 @@ class Audio:
             least: Samples at that rate that the model needs.
 
         Raises:
-            DataError: There is no such file, it is none of sound, or it is too short.
+            DataError: There is no such file, it is not a sound file, or it is too short.
             UsageError: What decodes or resamples is not installed.
         """
         if self.samples is None:
@@ -241,7 +241,7 @@ def check_length(samples: int, place: str, least: int = 1) -> None:
 
 
 def _check_scale(samples: np.ndarray, place: str) -> None:
-    """Refuse samples that are no sound.
+    """Refuse samples that cannot be sound.
 
     Raises:
         DataError: Some are not finite, or far beyond full scale.

@@ -139,7 +139,7 @@ class Generation:
         examples: How many were generated.
         wer, cer: Word and character error rate against the references, Whisper's normaliser applied to both.
         bleu, chrf: Of sacrebleu, against the references.
-        exact_match: Of texts that are the first model's, word for word; None for that one.
+        exact_match: Percentage of texts equal to the first model's; None for that one.
         looped: How many transcripts fell into a loop, by Whisper's own sign: zlib makes them more than 2.4 times shorter.
         paired: By metric, tests against the first model on the same examples, resampled; `wer_without_loops` is of the
             examples that neither model loops on, where there are others.

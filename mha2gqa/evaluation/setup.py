@@ -93,7 +93,7 @@ def prepare(config: EvaluateConfig) -> ResolvedConfig:
     check_tasks(config.tasks)
     warnings: list[str] = []
     text, config = _open_data(config, warnings)
-    if isinstance(text, TextSource):  # pairs are none of a pipe
+    if isinstance(text, TextSource):  # pairs are never read from a pipe
         _check_readable_again(text, config)
     entries = open_entries(config)
     for entry in entries:
@@ -102,7 +102,7 @@ def prepare(config: EvaluateConfig) -> ResolvedConfig:
         entries[0].encoder.check(itertools.islice(text, CHECKED_PAIRS))
     metrics = _metrics(config, entries[0])
     if EXACT in config.metrics and len(entries) < 2:
-        warnings.append(f"{EXACT} counts the texts that are the first model's, and there is no other model")
+        warnings.append(f"{EXACT} compares texts with the first model's, and only one model is given")
     if config.retry_temperatures and isinstance(text, PairSource):
         tried = ", ".join(f"{t:g}" for t in config.retry_temperatures)
         warnings.append(f"texts that repeat themselves were written again at temperature {tried}")
